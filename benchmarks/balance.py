@@ -51,7 +51,7 @@ METHODS = (VocabMethod.VOCAB_2, VocabMethod.VOCAB_1)
 
 def job_on(model: str, ranks: int) -> Job:
     """The job that trains a configuration's model on `ranks` pipeline ranks."""
-    values = dict(read_sizes([CONFIGS / f"{model}.yaml"], []).values)
+    values = dict(read_sizes([CONFIGS / f"{model}.yaml"], []))
     values |= {"pipeline_model_parallel_size": ranks, "tensor_model_parallel_size": 1, "global_batch_size": None}
     return replace(job_of(values), microbatches=128)
 

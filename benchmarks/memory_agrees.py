@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import io
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -169,7 +170,7 @@ def predicted(job: AgreesJob) -> list[float]:
 
     with tempfile.TemporaryDirectory() as folder:
         read = read_sizes(job.files(Path(folder)), job.flags)
-    job, hardware = job_of(read.values), HARDWARE["h100"]
+    job, hardware = job_of(read), HARDWARE["h100"]
     plan = with_shards(read, plan_of(read), job, hardware, memory_limit=hardware.memory)
     found = predict(job, plan, hardware)
     return [memory.allocated - WORKSPACES for memory in found.memory]
@@ -187,13 +188,13 @@ def counted(job: AgreesJob, rank: int) -> dict[str, Any]:
 
 def replay(_rank: int, _world_size: int, job: AgreesJob, rank: int) -> dict[str, Any]:
     """Replay one pipeline rank in this process."""
-    from megatron_vp.jobs.job_config import read_sizes
+    from megatron_vp.jobs.job_config import parallel_sizes, read_sizes
     from megatron_vp.mcore.replay.one_rank import run_alone
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         files = job.files(Path(folder))
         sizes = read_sizes(files, job.flags)
-        beside = sizes.whole_number("tensor_model_parallel_size", 1) * sizes.whole_number("context_parallel_size", 1)
+        beside = math.prod(parallel_sizes(sizes)[1:])
         return asdict(run_alone("pretrain_gpt_vp.py", files, rank * beside, None, 1, job.flags, shapes_only=True))
 
 

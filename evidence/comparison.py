@@ -76,7 +76,7 @@ def predicted(row: PublicRow, hardware: Hardware | None = None) -> Outcome:
     """Predict a run on its own GPUs, or on `hardware` if given, by simulating some microbatches (see `sampled`)."""
     try:
         config, hardware = read_job_config([], row.flags()), hardware or find_hardware(row["gpu"])
-        job, plan = job_of(config.values, row.gpus), plan_of(config)
+        job, plan = job_of(config, row.gpus), plan_of(config)
         found = predict(job, plan, hardware, sample=sampled(job, many=16))
     except UserError as error:
         return Outcome(row, refusal=str(error))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,7 +143,7 @@ def _answer(
     from megatron_vp.cost.planning.variants import Variant, variants
 
     if searching:
-        tried = variants(config.values, gpus, hardware, keep)
+        tried = variants(config, gpus, hardware, keep)
     else:
         job = Request.of(config, hardware, gpus, limit).job
         check_pipeline(job)
@@ -162,7 +162,7 @@ def _answer(
             refused = f"the job as given cannot run: {error}"
     chunks, progress = chunks_given(config) or 2, progress_lines()
     search = Search(
-        tried, hardware, limit, budget or BUDGET, chunks, offload, given, config.values, progress=progress
+        tried, hardware, limit, budget or BUDGET, chunks, offload, given, config, progress=progress
     ).run()
     return Answer(config, search, search.choice(tie_band(tried[0].job, hardware)), searching, refused)
 
@@ -184,8 +184,7 @@ class Answer:
     def request_of(self, found: Prediction) -> Request:
         """The planning request for the job with the parallel sizes of the run `found`."""
         variant = self.search.tried[found.variant]
-        config = replace(self.config, values=self.config.values | variant.settings)
-        return Request(config, variant.job, self.search.hardware, self.search.limit)
+        return Request(self.config | variant.settings, variant.job, self.search.hardware, self.search.limit)
 
     @cached_property
     def request(self) -> Request:
@@ -198,7 +197,7 @@ class Answer:
 
         request = self.request_of(found)
         sizes = self.search.tried[found.variant].settings
-        changed = {name: value for name, value in sizes.items() if _changes(self.config.values.get(name), value)}
+        changed = {name: value for name, value in sizes.items() if _changes(self.config.get(name), value)}
         return changed | settings_of(request.config, found.plan, request.job)
 
     def table(self) -> str:

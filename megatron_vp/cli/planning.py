@@ -76,7 +76,7 @@ class Request:
         from megatron_vp.cost.layers.fp8 import refuse_fp8
         from megatron_vp.cost.layers.job_sizes import job_of
 
-        job = replace(job_of(config.values, gpus), one_queue=os.environ.get(ONE_QUEUE) == "1")
+        job = replace(job_of(config, gpus), one_queue=os.environ.get(ONE_QUEUE) == "1")
         refuse_fp8(job, hardware)
         return cls(config, job, hardware, limit)
 
@@ -111,7 +111,7 @@ class Request:
         """Assumptions about settings that affect time but that the job does not specify."""
         from megatron_vp.cost.layers.job_plan import assumed
 
-        grows = self.config.values.get("step_batch_size_schedule") is not None
+        grows = self.config.get("step_batch_size_schedule") is not None
         growing = ["the last batch size of --step-batch-size-schedule"] if grows else []
         return [*assumed(self.job, self.hardware), *growing]
 

@@ -90,7 +90,7 @@ def sbatch(
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
     megatron-vp sbatch --script my_pretrain.py --nodes 4 --vocab-parallel [flags of the script]
     """
-    from megatron_vp.jobs.job_config import read_job_config
+    from megatron_vp.jobs.job_config import parallel_sizes, read_job_config
     from megatron_vp.mcore.platform.flags import uses_cpu
     from megatron_vp.mcore.platform.pretend_gpu import ENGINE
     from megatron_vp.mcore.replay.rehearsed import rehearse
@@ -120,7 +120,7 @@ def sbatch(
         f"te={ENGINE},apex=no"
     )
     try:
-        nodes = nodes or max(1, math.ceil(math.prod(read_job_config(files, flags).parallel_sizes()) / per_node))
+        nodes = nodes or max(1, math.ceil(math.prod(parallel_sizes(read_job_config(files, flags))) / per_node))
         ranks = nodes * per_node
         check = partial(check_job, words, ranks, nodes=software, own_script=own)
         check_start = partial(check, rehearse=partial(rehearse, own_script=own))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import CPU, grouped, name_of, option_of
+from megatron_vp.jobs.command_line import CPU, name_of, option_of
 from megatron_vp.jobs.options import RANGES, SHORT_NAMES
 
 _FILES = sorted(Path(__file__).parent.glob("known_options*.jsonl"), key=lambda path: path.stem)
@@ -64,15 +64,22 @@ def listed_parser() -> Parser:
     """A parser of all listed options. It accepts the same words as the parser of training."""
     parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, conflict_handler="resolve")
     parser.register("action", "pair", argparse.BooleanOptionalAction)
-    for line in (line for file in _FILES for line in file.read_text().splitlines()):
-        options, how = json.loads(line)
-        if "type" in how:
-            how["type"] = _TYPES[how["type"]]
-        default = how.pop("default", None)
-        action = parser.add_argument(*options, **how)
-        if default is not None:
-            action.default = default
+    parser.add_argument(CPU, action="store_true")
+    for options, how in _records():
+        kind = {"type": _TYPES[how["type"]]} if "type" in how else {}
+        parser.add_argument(*options, **how | kind | {"default": argparse.SUPPRESS})
     return parser
+
+
+@cache
+def _records() -> list[tuple[list[str], dict[str, Any]]]:
+    return [json.loads(line) for file in _FILES for line in file.read_text().splitlines()]
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    """Megatron's default of every option that has one, by name."""
+    return {name_of(option): how.get("default") for options, how in _records() for option in options}
 
 
 def out_of_range(name: str, value: Any) -> str | None:
@@ -102,8 +109,7 @@ class Arguments:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        option = known_options().get(name)
-        return None if option is None or option.default is argparse.SUPPRESS else option.default
+        return _defaults().get(name)
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise FrozenInstanceError(name)
@@ -129,28 +135,22 @@ def refuse_wrong_words(words: Sequence[str], commands_own: Iterable[str] = ()) -
 
     `commands_own` lists the calling command's own options, which may be suggested for an unknown one too.
     """
-    for option, *values in grouped(words):
-        name = name_of(option.partition("=")[0])
-        if name not in known_options():
-            nearest = option_of(nearest_name(name, [*commands_own, *known_options()]))
-            raise UserError(f"{option_of(name)} is not a known option; the nearest known option is {nearest}")
-        extra = listed_parser().parse_known_args([option, *values])[1]
-        if extra:
-            raise UserError(f"{option} takes fewer values: leave out {' '.join(extra)}")
+    for word in listed_parser().parse_known_args(words)[1][:1]:
+        if not word.startswith("--"):
+            raise UserError(f"{word!r} is not a flag or a flag's value: leave it out; a configuration file comes first")
+        option = word.partition("=")[0]
+        nearest = option_of(nearest_name(name_of(option), [*commands_own, *known_options()]))
+        raise UserError(f"{option} is not a known option; the nearest known option is {nearest}")
 
 
 def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:
     """Split a command's words into files and flags, and append the overlays to the files.
 
-    The configuration is the first word or, after flags, the only word that no flag takes as a value.
+    The configuration is the first word or, after known flags, the only word that no flag takes as a value.
     """
     files, flags = list(overlays or ()), list(words or ())
-    places, end = [0] if flags and not flags[0].startswith("-") else [], 0
-    for first, *values in grouped(flags) if flags and flags[0].startswith("--") else ():
-        end += 1 + len(values)
-        known = name_of(first.partition("=")[0]) in known_options()
-        extra = listed_parser().parse_known_args([first, *values])[1] if known else values if first == CPU else []
-        places += range(end - len(extra), end)
-    if len(places) == 1:
-        files.insert(0, Path(flags.pop(places[0])))
+    first = flags[:1] if flags and not flags[0].startswith("-") else listed_parser().parse_known_args(flags)[1]
+    if len(first) == 1 and not first[0].startswith("-"):
+        flags.remove(first[0])
+        files.insert(0, Path(first[0]))
     return files, flags

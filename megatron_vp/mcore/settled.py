@@ -225,7 +225,7 @@ def early_arguments(words: list[str]) -> Arguments:
     """
     files, flags = split_config(words)
     first = next((place for place, word in enumerate(flags) if word.startswith("--")), len(flags))
-    given = read_job_config(files, flags[first:]).values.items()
+    given = read_job_config(files, flags[first:]).items()
     texts = {name: each if each is None or isinstance(each, bool) else str(each) for name, each in given}
     ranks = {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
     return Arguments.given(texts | ranks)

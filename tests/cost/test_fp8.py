@@ -156,7 +156,7 @@ def test_commands_take_the_jobs_fp8_flags(command):
 
 def gains(name, gpu, fp8):
     """A line of the page's table: 1F1B with 64 microbatches, whatever the memory."""
-    job = replace(job_of(read_sizes([CONFIGS / f"{name}.yaml"], []).values), microbatches=64, fp8=fp8)
+    job = replace(job_of(read_sizes([CONFIGS / f"{name}.yaml"], [])), microbatches=64, fp8=fp8)
     times = PassTimes(job, gpu)
     layers = balanced_layers(job, Placement.round_robin(job.pipeline), gpu)
     plans = {PLAIN: Plan(), REDISTRIBUTED: Plan(layers=layers), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2)}

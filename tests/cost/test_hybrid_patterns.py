@@ -102,7 +102,7 @@ FLAGS = [
 
 def read(pattern, *flags):
     config = read_sizes([], [*FLAGS, f"--hybrid-layer-pattern={pattern}", *flags])
-    return config, job_of(config.values), plan_of(config)
+    return config, job_of(config), plan_of(config)
 
 
 def test_bars_are_the_users_layout():

@@ -28,12 +28,12 @@ from tests.cost.small_job import CONFIGS, SMALL, run
 
 def test_the_configuration_gives_the_job_and_flags_win(small):
     config = read_sizes([small], [])
-    job = job_of(config.values)
+    job = job_of(config)
     assert (job.pipeline, job.data, job.microbatches, job.model.layers) == (4, 1, 8, 8)
     assert job.model.vocab == 100096  # Megatron pads to multiples of 128
     assert (job.model.ffn, job.model.tied, job.model.dropout, job.element_bytes) == (4096, False, True, 2)
     flags = shlex.split("--pipeline-model-parallel-size 2 --num-layers=16 --swiglu --hidden-dropout 0.0 --lr 1e-4")
-    job = job_of(read_sizes([small], flags).values, 8)
+    job = job_of(read_sizes([small], flags), 8)
     assert (job.pipeline, job.data, job.microbatches, job.model.layers) == (2, 4, 2, 16)
     assert job.model.gated and job.model.ffn == 2688
 
@@ -53,7 +53,7 @@ def test_overlays_and_flags_say_how_the_pipeline_runs(small, tmp_path):
     assert (plan.schedule, plan.vocab) == ("v-half", VocabMethod.VOCAB_1)
     longer = tmp_path / "longer.yaml"
     longer.write_text("model:\n  num_layers: 16\n")
-    assert job_of(read_sizes([small, longer], []).values).model.layers == 16
+    assert job_of(read_sizes([small, longer], [])).model.layers == 16
 
 
 @pytest.mark.parametrize("layers", [7, 9, 11])
@@ -173,7 +173,7 @@ def test_what_a_job_leaves_open_is_said(small):
 def test_an_argument_in_two_sections_is_refused_as_in_training(small):
     small.write_text(SMALL + "again:\n  num_layers: 4\n")
     error = run("simulate", small).exception
-    assert isinstance(error, UserError) and "'num_layers' in section 'again' was already set" in str(error)
+    assert isinstance(error, UserError) and "'num_layers' in section 'again' is also set" in str(error)
 
 
 def test_simulate_shows_every_rank(small, tmp_path):
@@ -219,7 +219,7 @@ def test_plan_ranks_and_its_flags_simulate_to_what_it_promised(small):
 
 def test_what_plan_prints_for_uneven_chunks_reads_back_as_the_same_plan(small, tmp_path):
     flags = ["--num-layers", "20"]
-    job = job_of(read_sizes([small], flags).values)
+    job = job_of(read_sizes([small], flags))
     for schedule, vocab in (
         ("interleaved", VocabMethod.NONE),
         ("interleaved", VocabMethod.VOCAB_1),
@@ -239,7 +239,7 @@ def test_layers_that_options_shift_are_read_and_give_way_to_another_layout(small
     shifted, overlay = tmp_path / "shifted.yaml", tmp_path / "overlay.yaml"
     shifted.write_text("model: {num_layers: 6}\nparallelism: {" + ", ".join(f"{name}: true" for name in ENDS) + "}\n")
     config = read_sizes([small, shifted], [])
-    job, own = job_of(config.values), plan_of(config)
+    job, own = job_of(config), plan_of(config)
     assert own == Plan("1f1b", layers=(1, 2, 2, 1)) and settings_of(config, own, job) == {}
     answer = run("simulate", small, "--config", shifted).stdout
     assert "s per iteration" in answer and "--account" not in answer
@@ -248,7 +248,7 @@ def test_layers_that_options_shift_are_read_and_give_way_to_another_layout(small
         overlay.write_text(yaml_of(settings_of(config, wanted, job)))
         assert plan_of(read_sizes([small, shifted, overlay], [])) == wanted
     heads = read_sizes([small, shifted], ["--mtp-num-layers", "1"])
-    layout = settings_of(heads, plans[0], job_of(heads.values))["pipeline_model_parallel_layout"]
+    layout = settings_of(heads, plans[0], job_of(heads))["pipeline_model_parallel_layout"]
     assert layout == "Et*2|t*1|t*1|t*2mL"
 
 
@@ -309,7 +309,7 @@ def test_a_check_loads_no_compiler():
 @pytest.fixture
 def evaluations(small, monkeypatch):
     """Three made-up evaluations of any `plan`, the fastest first; its arguments are noted in `asked`."""
-    job = job_of(read_sizes([small], []).values)
+    job = job_of(read_sizes([small], []))
     gpu = find_hardware("h100")
     one = evaluate(Candidate("plain", Plan()), job, gpu)
     full = [replace(rank, activations=1e12) for rank in one.memory]
@@ -385,7 +385,7 @@ def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
         "Et|" + "t|" * 6 + "tL",
     ]
     config = read_sizes([small], flags)
-    job = job_of(config.values)
+    job = job_of(config)
     assert settings_of(config, plan_of(config), job) == {"vocab_parallel_algorithm": "vocab-2", "vocab_shards": "even"}
     settings = settings_of(config, Plan("1f1b"), job)
     assert settings == {

@@ -17,7 +17,6 @@ from megatron_vp.cost.planning.offloading import (
 )
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
 from tests.cost.small_job import run
@@ -111,7 +110,7 @@ def test_recomputed_chunks_are_not_offloaded(small):
 
 
 def test_auto_takes_as_few_chunks_as_fit_and_are_fastest():
-    auto, fixed = JobConfig({"offload_chunks": "auto"}, {}), JobConfig({"offload_chunks": 0}, {})
+    auto, fixed = {"offload_chunks": "auto"}, {"offload_chunks": 0}
     base = base_of()
     assert with_chosen_offload(fixed, PLAN, JOB, WIDE, 0.5 * base.peak_memory) is PLAN
     assert with_chosen_offload(auto, PLAN, JOB, WIDE, base.peak_memory) is PLAN, "it fits as it is"

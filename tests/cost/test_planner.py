@@ -20,7 +20,6 @@ from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
 
 H100 = find_hardware("h100")
@@ -275,7 +274,7 @@ def test_memory_between_two_schedules_gets_one_of_its_own():
     assert found.iteration_seconds < middle.iteration_seconds
     fitted = found.candidate.plan
     assert found.document(limit)["activation_limit"] == fitted.activation_limit == fitted.label.removeprefix("v-flex ")
-    assert settings_of(JobConfig({}, {}), fitted, job)["activation_limit"] == fitted.activation_limit
+    assert settings_of({}, fitted, job)["activation_limit"] == fitted.activation_limit
     again = with_limit(job, replace(fitted, shape="", activation_limit=""), H100, fitted.activation_limit)
     assert evaluate(replace(candidate, plan=again), job, H100).fits(limit)
     assert fitted_evaluation(*asked, job, H100, most.peak_memory) == [], "zb-v fits"

@@ -149,7 +149,7 @@ def test_a_later_file_wins_from_any_section(tmp_path):
 def test_a_shipped_configuration_is_a_base_and_is_overridden_by_a_flat_file(tmp_path):
     (path,) = overlaid(tmp_path, "base: llama3_8b\nglobal_batch_size: 64")
     job = read_job_config([path], [])
-    assert job.values["global_batch_size"] == 64 and job.values["num_layers"] == 32
+    assert job["global_batch_size"] == 64 and job["num_layers"] == 32
 
 
 def test_errors_name_the_file_whose_value_stands(tmp_path):

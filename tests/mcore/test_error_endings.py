@@ -46,11 +46,10 @@ ERRORS = [
 
 def end_alone(_rank: int, _world: int) -> None:
     """End a replay of rank 3 of 8, whose peers do not exist."""
-    from megatron_vp.jobs.job_config import JobConfig
     from megatron_vp.mcore.settled import replaying
 
     os.environ.update(RANK="3", WORLD_SIZE="8")
-    with replaying(job=JobConfig({}, {})):
+    with replaying(job={"num_layers": 1}):
         end_with(3, 8, UserError("bad input"), False, None)
 
 

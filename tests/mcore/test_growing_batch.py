@@ -37,8 +37,7 @@ def test_check_and_banner_count_and_predict_the_microbatches_of_the_last_batch()
 
 def test_plan_and_simulate_count_the_microbatches_of_the_last_batch():
     grown, fixed = (
-        job_of(read_sizes([], tiny_model(**PIPELINE, **batch)).values, 4)
-        for batch in (GROWING, {"global_batch_size": 12})
+        job_of(read_sizes([], tiny_model(**PIPELINE, **batch)), 4) for batch in (GROWING, {"global_batch_size": 12})
     )
     assert grown == fixed and grown.microbatches == 6
 
@@ -49,4 +48,4 @@ def test_two_batch_sizes_are_refused_with_what_a_shipped_configuration_needs():
         check_job(["--cpu", *both], 4)
     assert str(refused.value) == TWO_BATCHES and "`global_batch_size: null`" in TWO_BATCHES
     with pytest.raises(UserError, match="exclude each other"):
-        job_of(read_sizes([], both).values, 4)
+        job_of(read_sizes([], both), 4)

@@ -66,7 +66,7 @@ def _predicted(config, pipeline_rank, flags):
     from megatron_vp.jobs.job_config import read_sizes
 
     read, hardware = read_sizes([config], flags), HARDWARE["h100"]
-    job = job_of(read.values)
+    job = job_of(read)
     plan = with_shards(read, plan_of(read), job, hardware, memory_limit=hardware.memory)
     found = predict(job, plan, hardware).memory[pipeline_rank]
     return found.allocated - WORKSPACES

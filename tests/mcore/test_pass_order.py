@@ -51,7 +51,7 @@ def ordered_for(**changes):
     words = tiny_model(**changes)
     settled = check_job(["--cpu", *words], 4)
     config = read_job_config([], words)
-    job, plan = job_of(config.values), plan_of(config)
+    job, plan = job_of(config), plan_of(config)
     plan = with_shards(config, plan, job, HARDWARE["cpu"])
     return settled.order, order_costs(job, plan, HARDWARE["cpu"])
 
@@ -139,7 +139,7 @@ def test_offloading_that_is_asked_for_is_done_by_training_simulate_and_schedule(
     count = settled.settings.offload_chunks(settled.placement.chunks)
     sizes = {"vocab": method, "chunks": settled.placement.chunks, "costs": settled.order, "offload_chunks": count}
     trained = generate(name, 4, 8, **sizes)
-    simulated = make_simulator(job_of(config.values), plan_of(config), HARDWARE["cpu"]).schedule
+    simulated = make_simulator(job_of(config), plan_of(config), HARDWARE["cpu"]).schedule
     assert simulated == trained and len(trained.offloaded) >= 4 * count // 2
 
 
@@ -246,7 +246,7 @@ def test_all_ranks_take_the_order_of_rank_0_whatever_their_devices():
         pipeline_model_parallel_size=2, vocab_parallel=True, vocab_shards="even", pipeline_schedule="zb-h1"
     )
     config = read_job_config([], job)
-    sizes = job_of(config.values), plan_of(config)
+    sizes = job_of(config), plan_of(config)
     assert sizes[1].vocab is VocabMethod.VOCAB_2
     expected, other = (order_costs(*sizes, HARDWARE[kind]) for kind in ("cpu", "b200"))
     assert expected != other

@@ -34,7 +34,7 @@ COUNTED_MODULES = {"mlp", "moe", "moe_act", "shared_experts", "core_attn", "laye
 
 def uncounted(config: JobConfig) -> list[str]:
     """List the job's options whose effect on time or memory the cost model ignores, at least in part."""
-    values = config.values
+    values = config
     found = [
         option_of(name)
         for name, harmless in UNCOUNTED.items()
@@ -89,7 +89,7 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
 
 def plan_of(config: JobConfig) -> Plan:
     """Read the plan that the configuration itself describes. Raises UserError for contradictory options."""
-    chosen, values = _chosen(config), config.values
+    chosen, values = _chosen(config), config
     for name in () if pattern_in(values) is None else _LAYOUT_OPTIONS:
         if values.get(name) not in (None, False):
             raise UserError(
@@ -132,8 +132,8 @@ def default_schedule(arguments: Mapping[str, Any]) -> Family:
 
 
 def _chosen(config: JobConfig) -> Family:
-    asked = config.values.get("pipeline_schedule")
-    return default_schedule(config.values) if asked is None else family(str(asked))
+    asked = config.get("pipeline_schedule")
+    return default_schedule(config) if asked is None else family(str(asked))
 
 
 def layout_option(values: Mapping[str, Any]) -> str:
@@ -160,7 +160,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
         layout = _layout_settings(config, plan, job)
     else:
         layout = {"hybrid_layer_pattern": bars, "hybrid_override_pattern": None, **dict.fromkeys(_LAYOUT_OPTIONS)}
-        layout |= dict.fromkeys(shifts_given(config.values))
+        layout |= dict.fromkeys(shifts_given(config))
     wanted = {
         "vocab_parallel": split,
         "vocab_parallel_algorithm": plan.vocab.value if plan.vocab.is_sharded else None,
@@ -171,7 +171,7 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
         **layout,
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
-    settings = {name: value for name, value in wanted.items() if value != config.values.get(name, defaults.get(name))}
+    settings = {name: value for name, value in wanted.items() if value != config.get(name, defaults.get(name))}
     if plan.vocab.is_sharded:  # The settings name the algorithm even if it is the default.
         settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
     return settings
@@ -182,14 +182,14 @@ def _stages(plan: Plan, job: Job) -> int:
 
 
 def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
-    layers, layout = plan.layers, config.values.get("pipeline_model_parallel_layout")
-    kept = layout is None and layers == shifted_layers(config.values) and family(plan.schedule).in_rounds
+    layers, layout = plan.layers, config.get("pipeline_model_parallel_layout")
+    kept = layout is None and layers == shifted_layers(config) and family(plan.schedule).in_rounds
     if layers is None and layout is not None:
         layers = equal_layers(job, _stages(plan, job))
     if layers is not None and not kept and (layout is None or layers_in(str(layout)) != layers):
-        layout = layout_of(layers, config.values.get("mtp_num_layers") or 0)
+        layout = layout_of(layers, config.get("mtp_num_layers") or 0)
     return {
-        **dict.fromkeys([] if kept else shifts_given(config.values)),
+        **dict.fromkeys([] if kept else shifts_given(config)),
         "pipeline_model_parallel_layout": layout,
         "num_virtual_stages_per_pipeline_rank": plan.chunks if layout is None else None,
         "num_layers_per_virtual_pipeline_stage": None,
@@ -201,7 +201,7 @@ def bars_of(config: JobConfig, plan: Plan, job: Job) -> str | None:
 
     Bars are always written, because Megatron deprecates pipeline parallelism with a pattern that has none.
     """
-    pattern = pattern_in(config.values)
+    pattern = pattern_in(config)
     return None if pattern is None else pattern.with_bars(plan.layers or equal_layers(job, _stages(plan, job)))
 
 
@@ -223,17 +223,17 @@ def chunks_given(config: JobConfig) -> int | None:
 
 
 def _chunks(config: JobConfig) -> int | None:
-    chunks, chosen = chunks_asked(config.values), _chosen(config)
-    each = config.values.get("num_layers_per_virtual_pipeline_stage")
+    chunks, chosen = chunks_asked(config), _chosen(config)
+    each = config.get("num_layers_per_virtual_pipeline_stage")
     if each is not None:
-        job = job_of(config.values)
-        layers = job.model.layers + sum(config.values.get(name) is True for name in ENDS)
+        job = job_of(config)
+        layers = job.model.layers + sum(config.get(name) is True for name in ENDS)
         if layers != (chunks or 1) * job.pipeline * each:
             raise UserError(
                 f"--num-layers-per-virtual-pipeline-stage {each} does not divide {layers} layers into equally many "
                 f"stages for each of {job.pipeline} pipeline ranks; choose a number that does"
             )
-    if layers_given(config.values) is not None and chosen.chunks not in (1, None):
+    if layers_given(config) is not None and chosen.chunks not in (1, None):
         return None  # A layout that does not match the schedule's own number of chunks is refused later.
     if chosen.chunks is None and (chunks or 1) == 1:
         needed = option_of("num_virtual_stages_per_pipeline_rank")

@@ -66,7 +66,7 @@ def with_chosen_offload(
     The number is 0 if the plan fits into `limit` bytes per rank (None: the device's memory) without offloading;
     otherwise, it is the number that makes the plan fastest within the limit. Raises UserError if nothing fits.
     """
-    if config.values.get("offload_chunks") != AUTO:
+    if config.get("offload_chunks") != AUTO:
         return plan
     room = hardware.memory if limit is None else limit
     base = evaluate(Candidate(method_of(plan), plan), job, hardware)
@@ -180,7 +180,7 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
 
 def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
     """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError if `with_limit` does."""
-    limit = config.values.get("activation_limit")
+    limit = config.get("activation_limit")
     return plan if limit is None else with_limit(job, plan, hardware, str(limit))
 
 

@@ -38,7 +38,7 @@ def own_plan(
 
 def shard_choice(config: JobConfig, plan: Plan) -> ShardChoice:
     """Read the job's `--vocab-shards`. Raises UserError if the vocabulary method does not support the given value."""
-    given = config.values.get("vocab_shards")
+    given = config.get("vocab_shards")
     if isinstance(given, int) and not isinstance(given, bool):
         given = str(given)
     choice = ShardChoice.parse(given)
@@ -64,7 +64,7 @@ def with_shards(
     choice = shard_choice(config, plan)
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
         return plan
-    layout_given = layers_given(config.values) is not None
+    layout_given = layers_given(config) is not None
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
     if choice.rule is ShardRule.BALANCED:
@@ -81,10 +81,10 @@ def with_shards(
 
 def measured_job(config: JobConfig, plan: Plan, job: Job) -> MeasuredJob:
     """The properties that a measured run must have in common with this job."""
-    layers = None if layers_given(config.values) is None else plan.layers
+    layers = None if layers_given(config) is None else plan.layers
     sizes = job.pipeline, job.tensor, job.model.vocab
     method = plan.vocab.value
-    return MeasuredJob(*sizes, plan.schedule, method, config.values, layers)
+    return MeasuredJob(*sizes, plan.schedule, method, config, layers)
 
 
 def with_partition(plan: Plan, partition: Partition) -> Plan:

@@ -12,7 +12,6 @@ from megatron_vp.cost.planning.offloading import check_offload, with_chosen_offl
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform import installed
@@ -30,8 +29,9 @@ def chosen_offload(args: Arguments) -> str:
     if args.offload_chunks != AUTO:
         return args.offload_chunks
     job, plan, hardware = Prediction(args).job()
-    config = JobConfig({"offload_chunks": AUTO}, {})
-    return str(with_chosen_offload(config, plan, sampled(job), _on_this_node(hardware)).offload_chunks)
+    return str(
+        with_chosen_offload({"offload_chunks": AUTO}, plan, sampled(job), _on_this_node(hardware)).offload_chunks
+    )
 
 
 def check_host_room(args: Arguments, settings: RunSettings, prediction: Prediction) -> None:

@@ -18,7 +18,7 @@ from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.offloading import with_limit
 from megatron_vp.cost.planning.stage_costs import order_costs
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import JobConfig, read_job_config
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
@@ -74,15 +74,14 @@ class Prediction:
         """
         if self.vocabulary is None:
             raise UserError("the vocabulary size is unknown until the tokenizer can be read")
-        whole = replay().job
-        asked = {**(whole.values if whole else vars(self._args)), "padded_vocab_size": self.vocabulary}
+        asked = {**(replay().job or vars(self._args)), "padded_vocab_size": self.vocabulary}
         if asked.get("vocab_parallel") is not True:
             asked["vocab_parallel_algorithm"] = None
         job = replace(job_of(asked, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
         hardware = _hardware(self._args)
         if job.fp8 and not rate_of(job.fp8, hardware):
             job = replace(job, fp8=None)
-        return PredictedJob(job, plan_of(JobConfig(asked, {})), hardware)
+        return PredictedJob(job, plan_of(asked), hardware)
 
     def planned(self, args: Arguments, settings: RunSettings) -> PredictedJob:
         """As `job`, with the layers, vocabulary rows and schedule that the plug-in chose, which are in `args`."""

@@ -28,7 +28,7 @@ import yaml
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import grouped, name_of
 from megatron_vp.jobs.division import last_batch
-from megatron_vp.jobs.job_config import JobConfig, read_job_config
+from megatron_vp.jobs.job_config import JobConfig, parallel_sizes, read_job_config, whole_number
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent
@@ -98,8 +98,8 @@ def run_alone(
     """
     from megatron_vp.mcore.start.launch import run_script
 
-    job = read_job_config(configs, flags)
-    sizes = job.parallel_sizes()
+    of_files, job = read_job_config(configs, []), read_job_config(configs, flags)
+    sizes = parallel_sizes(job)
     replica = math.prod(sizes)
     ranks = replica if ranks is None else ranks
     if min(sizes) < 1 or ranks % replica or not 0 <= rank < ranks:
@@ -107,20 +107,20 @@ def run_alone(
             f"--rank {rank} with --ranks {ranks} does not fit this job: --ranks must be a multiple of pipeline x "
             f"tensor x context = {' x '.join(map(str, sizes))}, and --rank must be from 0 to --ranks - 1"
         )
-    if shapes_only and (experts := job.whole_number("num_experts", 0)):
+    if shapes_only and (experts := whole_number(job, "num_experts", 0)):
         raise UserError(
             f"--shapes-only does not support --num-experts {experts}, because the sizes of expert inputs depend on "
             "routing: replay on a GPU, without --shapes-only"
         )
-    tokens = job.whole_number("vocab_size", 0) or job.whole_number("padded_vocab_size", 0)
+    tokens = whole_number(job, "vocab_size", 0) or whole_number(job, "padded_vocab_size", 0)
     if not tokens:
         raise UserError(
             "the vocabulary size is unknown, because a replay does not read a tokenizer: add --vocab-size N"
         )
-    kind = layer_kind(job.values)
+    kind = layer_kind(job)
     engine = kind is LayerKind.ENGINE
-    growing = job.values.get("step_batch_size_schedule")
-    each = job.whole_number("micro_batch_size", 1) * (ranks // replica)
+    growing = job.get("step_batch_size_schedule")
+    each = whole_number(job, "micro_batch_size", 1) * (ranks // replica)
     played, microbatches = _microbatches(job, each, growing)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # Nothing connects to this address.
@@ -128,7 +128,7 @@ def run_alone(
         kept = Path(folder) / "job.yaml"
         left_out = {*ROLES["data"], *ROLES["not_replayed"]}
         left_out |= set(ROLES["not_replayed_on_shapes"] if engine and shapes_only else ())
-        kept.write_text(yaml.safe_dump({key: value for key, value in job.of_files().items() if key not in left_out}))
+        kept.write_text(yaml.safe_dump({key: value for key, value in of_files.items() if key not in left_out}))
         given = (words for words in grouped(flags) if name_of(words[0].partition("=")[0]) not in left_out)
         fakes = fake_tensors(engine) if shapes_only else nullcontext()
         report, every = Path(folder) / "report", iterations + 1
@@ -182,12 +182,12 @@ def _microbatches(job: JobConfig, each: int, growing: str | None) -> tuple[int, 
     the end of `growing` if the batch grows. The two numbers are equal if all microbatches must run, as with a schedule
     from a file.
     """
-    batch = job.whole_number("global_batch_size", 0) if growing is None else last_batch(growing)
-    schedule = job.values.get("pipeline_schedule") or DEFAULT_SCHEDULE
+    batch = whole_number(job, "global_batch_size", 0) if growing is None else last_batch(growing)
+    schedule = job.get("pipeline_schedule") or DEFAULT_SCHEDULE
     count = batch // max(each, 1)
     if schedule not in FAMILIES or batch % max(each, 1):
         return count, count
-    return min(count, ROUNDS * job.whole_number("pipeline_model_parallel_size", 1)), count
+    return min(count, ROUNDS * whole_number(job, "pipeline_model_parallel_size", 1)), count
 
 
 def _made_up_receives(original: Callable[..., Any]) -> Callable[..., Any]:

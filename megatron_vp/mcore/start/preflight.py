@@ -16,7 +16,7 @@ import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, option_of, split_config
-from megatron_vp.jobs.job_config import CPU_NAME, read_job_config
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.known_options import known_options
 from megatron_vp.mcore.platform import environment, installed
 from megatron_vp.mcore.platform.pretend_gpu import assumed_nodes, assumptions, pretend_engine, pretend_gpu
@@ -69,9 +69,8 @@ def check_job(
 
 def own_options(arguments: list[str]) -> dict[str, Any]:
     """A job's options that neither Megatron nor this package knows; they are left to the job's script."""
-    known = {*known_options(), CPU_NAME}
-    values = read_job_config(*split_config(arguments)).values
-    return {name: value for name, value in values.items() if name not in known}
+    values = read_job_config(*split_config(arguments))
+    return {name: value for name, value in values.items() if name not in known_options()}
 
 
 @contextmanager
@@ -100,7 +99,7 @@ def _platform(arguments: list[str], here: bool, nodes: str | None = None) -> Abs
         return pretend_gpu(installed.from_text(nodes))
     if here or asks_for_cpu(arguments) or torch.cuda.is_available():
         return nullcontext()
-    values = read_job_config(*split_config(arguments)).values
+    values = read_job_config(*split_config(arguments))
     machine = assumed_nodes(values.get("transformer_impl") == "transformer_engine")
     on_gpus = machine.engine or machine.engine_fault or values.get("distributed_backend") == "nccl"
     return pretend_gpu(machine) if on_gpus else nullcontext()
