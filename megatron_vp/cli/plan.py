@@ -161,9 +161,7 @@ def _answer(
         except UserError as error:
             refused = f"the job as given cannot run: {error}"
     chunks, progress = chunks_given(config) or 2, progress_lines()
-    search = Search(
-        tried, hardware, limit, budget or BUDGET, chunks, offload, given, config, progress=progress
-    ).run()
+    search = Search(tried, hardware, limit, budget or BUDGET, chunks, offload, given, config, progress=progress).run()
     return Answer(config, search, search.choice(tie_band(tried[0].job, hardware)), searching, refused)
 
 

@@ -47,7 +47,7 @@ def test_device_memory_falls_as_the_ledger_says(method):
             stays = small_activations(JOB) * 4 * peak(moved.ranks[rank], Held.HOST_ACTIVATIONS) / 4
             assert fell == pytest.approx((levels[0] - levels[1]) * whole - stays, rel=0.03)
             assert levels[1] < share * levels[0] or rank
-            assert after.rank(rank).outside.fragments < before.rank(rank).outside.fragments
+            assert after.rank(rank).fragments < before.rank(rank).fragments
 
 
 def test_copies_take_their_bytes_over_the_bandwidth_and_passes_are_ordered_for_them():

@@ -1,16 +1,16 @@
-"""Test the communicators of every rank, and memory outside PyTorch's count, against values computed by hand."""
+"""Test memory outside PyTorch's count on every rank against values computed by hand."""
 
-import json
 from dataclasses import replace
 
 import pytest
-from typer.testing import CliRunner
 
-from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.cost.ranks.outside import (
+    COMMUNICATOR,
     CONNECTION,
+    CONTEXT,
+    KERNELS,
     MEGATRON_CHANNELS,
     outside_memory,
 )
@@ -22,14 +22,13 @@ H100 = HARDWARE["h100"]
 MODEL = ModelShape(layers=16, hidden=64, heads=4, ffn=256, vocab=1000)
 JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=4, pipeline=4)
 OURS, MEGATRONS = CHANNELS * CONNECTION, MEGATRON_CHANNELS * CONNECTION
-FLAGS = (
-    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 100000 "
-    "--pipeline-model-parallel-size 4 --micro-batch-size 1 --global-batch-size 8 --vocab-parallel"
-)
+RING, MEGATRONS_RING = COMMUNICATOR + 2 * OURS, COMMUNICATOR + 2 * MEGATRONS
 
 
-def outside(rank, job=JOB, name="1f1b", vocab="vocab-2", moving=0.0, hardware=H100):
-    return outside_memory(job, generate(name, job.pipeline, 4, vocab=vocab), rank, moving, hardware)
+def outside(rank, job=JOB, name="1f1b", vocab="vocab-2", hardware=H100):
+    """Bytes beyond the context and the kernels."""
+    schedule = generate(name, job.pipeline, 4, vocab=vocab)
+    return outside_memory(job, schedule, rank, hardware) - CONTEXT - KERNELS * hardware.is_gpu
 
 
 def test_the_channels_are_those_that_the_runtime_asks_for():
@@ -47,36 +46,28 @@ def test_edges_of_a_chain_a_v_and_a_circle():
     assert (2, 0, forward) in all_edges(Placement.round_robin(3, 2), True)
 
 
-@pytest.mark.parametrize(
-    ("name", "vocab", "tensor", "counts"),
-    [
-        ("1f1b", "vocab-2", 1, [2 + 1, 4 + 1, 4 + 1, 2 + 1]),
-        ("1f1b", "vocab-2", 2, [2 + 2, 4 + 2, 4 + 2, 2 + 2]),
-        ("v-half", "vocab-2", 1, [4 + 1, 8 + 1, 8 + 1, 4 + 1]),
-        ("v-half", "none", 1, [4 + 3 + 1, 8, 8, 4 + 3 + 1]),
-        ("interleaved", "vocab-2", 1, [4 + 1] * 4),
-    ],
-)
-def test_every_rank_has_a_communicator_for_each_edge_and_one_for_each_group(name, vocab, tensor, counts):
-    assert [outside(rank, replace(JOB, tensor=tensor), name, vocab).communicators for rank in range(4)] == counts
+def test_a_pipeline_in_one_node():
+    megatron = 2 * MEGATRONS_RING  # all ranks, and those of the replica
+    # Rank 0 receives gradients alone, rank 1 activations too. The sender of an edge inside a node has no buffers.
+    assert outside(0) == pytest.approx(megatron + 2 * COMMUNICATOR + OURS + RING + 3 * OURS)
+    assert outside(1) == pytest.approx(megatron + 4 * COMMUNICATOR + 2 * OURS + RING + OURS)
+    assert outside(0, hardware=HARDWARE["cpu"]) == 0
+    members = generate("1f1b", 5, 4, vocab="vocab-2", vocab_ranks=(1, 2))
+    apart = outside_memory(replace(JOB, pipeline=5), members, 3, H100) - CONTEXT - KERNELS
+    assert apart == pytest.approx(megatron + 4 * COMMUNICATOR + 2 * OURS)
 
 
-def test_members_alone_join_and_rows_come_from_holders():
-    schedule = generate("1f1b", 5, 4, vocab="vocab-2", vocab_ranks=(1, 2))
-    found = [outside_memory(replace(JOB, pipeline=5, tensor=2), schedule, rank, 0.0, H100) for rank in range(5)]
-    assert [each.communicators for each in found] == [2 + 2, 4 + 2, 4 + 2, 4, 2 + 2]
-    assert [each.rows / OURS for each in found] == pytest.approx([2, 1, 1, 0, 0])
+def test_more_ranks_of_any_kind_take_more_and_edges_between_nodes_take_both_ends():
+    assert outside(1, replace(JOB, data=2)) - outside(1) == pytest.approx(MEGATRONS_RING)
+    assert outside(1, replace(JOB, tensor=2)) - outside(1) == pytest.approx(MEGATRONS_RING + RING)
+    # Eight GPUs a stage: every stage is a node of its own.
+    assert outside(0, replace(JOB, data=8)) - outside(0) == pytest.approx(MEGATRONS_RING + OURS)
 
 
-def test_simulate_shows_the_parts_and_the_communicators():
-    flags = FLAGS.split()
-    shown = CliRunner().invoke(app, ["simulate", *flags]).stdout
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if line.startswith("│")]
-    assert [row[1] for row in rows[4:]] == ["3", "5", "5", "3"]
-    document = json.loads(CliRunner().invoke(app, ["simulate", *flags, "--format", "json"]).stdout)["plan"]
-    assert document["communicators"] == [3, 5, 5, 3]
-    for held, parts in zip(document["memory_bytes"], document["outside_bytes"], strict=True):
-        assert held["outside"] == pytest.approx(sum(parts.values()))
-        assert set(parts) == {"context", "kernels", "edges", "vocabulary", "rows", "megatron", "fragments"}
-    fullest = max(sum(held.values()) for held in document["memory_bytes"])
-    assert document["peak_memory_bytes"] == pytest.approx(fullest)
+def test_megatrons_own_schedule_has_its_own_connections_and_none_of_ours():
+    first, second = (outside(rank, vocab="none") for rank in (0, 1))
+    assert first == pytest.approx(2 * MEGATRONS_RING + MEGATRONS)
+    assert second - first == pytest.approx(MEGATRONS)
+    tied = replace(JOB, model=replace(MODEL, tied=True))
+    assert outside(0, tied, vocab="none") - first == pytest.approx(MEGATRONS_RING)
+    assert outside(1, tied, vocab="none") == second

@@ -80,7 +80,7 @@ def test_messages_on_their_way_do_not_grow_with_the_chunks(name, vocab, chunks, 
     assert all(tensors / 2 <= most_received(program) <= tensors + 1 for program in lower(schedule))
     # What lies still leaves no fragments.
     moving = found.activations + found.vocabulary + found.communication
-    assert found.outside.fragments == pytest.approx(FRAGMENTS * moving)
+    assert found.fragments == pytest.approx(FRAGMENTS * moving)
 
 
 def test_a_distributed_optimizer_is_shared_by_all_replicas_and_gradients_are_as_wide_as_they_are_accumulated():

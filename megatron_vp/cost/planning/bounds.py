@@ -145,7 +145,7 @@ def weight_bytes(memory: MemoryModel, rank: int, own: RankMemory) -> float:
 def _always(memory: MemoryModel, rank: int, own: RankMemory, buffers: float) -> float:
     """Bytes that a rank holds during every pass, however few microbatches are in flight."""
     moving = own.communication + WORKSPACES + buffers
-    return weight_bytes(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside.total - own.outside.fragments
+    return weight_bytes(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside
 
 
 def time_and_memory(run: Any) -> tuple[float, float]:

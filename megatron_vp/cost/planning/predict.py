@@ -193,8 +193,6 @@ class Prediction:
             "busy_seconds": self.busy,
             "peak_memory_bytes": self.peak_memory,
             "memory_bytes": [rank.parts() for rank in self.memory],
-            "outside_bytes": [rank.outside.parts() for rank in self.memory],
-            "communicators": [rank.outside.communicators for rank in self.memory],
             "fits": self.fits(limit),
             "free_bytes": limit - self.peak_memory,
             "tight": self.is_tight(limit),

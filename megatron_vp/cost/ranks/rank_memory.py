@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -20,7 +20,7 @@ from megatron_vp.cost.ranks.layer_memory import (
     pass_memory,
     small_activations,
 )
-from megatron_vp.cost.ranks.outside import GIB, OutsideMemory, outside_memory
+from megatron_vp.cost.ranks.outside import FRAGMENTS, GIB, outside_memory
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.ledger import changes, levels, lives
@@ -45,7 +45,7 @@ WORKSPACES = 0.1 * GIB
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Peak memory of one rank in bytes, by purpose. PyTorch's allocator does not count the memory in `outside`."""
+    """Peak memory of one rank in bytes, by purpose. PyTorch's allocator counts neither `outside` nor `fragments`."""
 
     parameters: float
     gradients: float
@@ -53,12 +53,13 @@ class RankMemory:
     activations: float
     vocabulary: float
     communication: float
-    outside: OutsideMemory
+    outside: float
+    fragments: float
 
     @property
     def allocated(self) -> float:
         """The peak that PyTorch's allocator reports."""
-        return self.total - self.outside.total
+        return self.total - self.outside - self.fragments
 
     @property
     def total(self) -> float:
@@ -67,8 +68,8 @@ class RankMemory:
 
     def parts(self) -> dict[str, float]:
         """Bytes of each part, by name. All memory that PyTorch's allocator does not count is one part."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return held | {"outside": self.outside.total}
+        held = asdict(self)
+        return held | {"outside": self.outside + held.pop("fragments")}
 
 
 @lru_cache(maxsize=4096)
@@ -192,8 +193,8 @@ class MemoryModel:
             "communication": self._messages(rank) * self.job.units * job.element_bytes,
         }
         moving = in_step * widened + counted["activations"] + counted["vocabulary"] + counted["communication"]
-        outside = outside_memory(job, self.schedule, rank, moving, self.hardware)
-        return RankMemory(**counted, outside=outside)
+        outside = outside_memory(job, self.schedule, rank, self.hardware)
+        return RankMemory(**counted, outside=outside, fragments=FRAGMENTS * moving)
 
     def _messages(self, rank: int) -> int:
         """Microbatches whose hidden states are in transit to or from a rank: two with one chunk, four with more."""
