@@ -1,7 +1,7 @@
 """NVIDIA's own jobs, read from a checkout of Megatron-LM and reduced to four CPU ranks.
 
 All options that determine how a job trains are kept. Sizes become small. Options that need a GPU, files or hours are
-left out, each with the reason.
+left out.
 """
 
 from __future__ import annotations
@@ -24,92 +24,43 @@ from tests.mcore.nvidia_script import CHECKOUT
 Options = dict[str, object]
 STEPS = 3
 
-_ENGINE = "of Transformer Engine's layers; on the CPU Megatron's local ones are built"
-_HALF = "rounding would hide a difference: the job runs in fp32"
-_FILES = "data, tokenizer and folders of NVIDIA's cluster; mock data and a tokenizer without a file instead"
-_RANDOM = "random numbers differ between schedules, as they do between two plain ones"
-_HOURS = "the job ends after few steps"
-_SAVES = "only a job that resumes saves"
-_LOGS = "logs go to the console alone"
-_WARMUP = "the first steps would change nothing, and with them no gradient"
-
-DROPPED = {
-    "transformer_impl": _ENGINE,
-    "attention_backend": _ENGINE,
-    "use_flash_attn": _ENGINE,
-    "moe_grouped_gemm": _ENGINE,
-    "moe_permute_fusion": _ENGINE,
-    "tp_comm_overlap": _ENGINE,
-    "apply_layernorm_1p": _ENGINE,
-    "fp8_format": _ENGINE,
-    "fp8_recipe": _ENGINE,
-    "fp8_param_gather": _ENGINE,
-    "fp4_format": _ENGINE,
-    "fp4_param_gather": _ENGINE,
-    "moe_router_fusion": _ENGINE,
-    **dict.fromkeys(
-        ("use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
-        "Transformer Engine's optimizer, whose kernel for 16-bit states has no stand-in",
-    ),
-    "distributed_backend": "the CPU has gloo",
-    "moe_flex_dispatcher_backend": "the kernels of DeepEP are those that have a stand-in",
-    "bf16": _HALF,
-    "cross_entropy_loss_fusion": "plain Megatron's rounds gradients to bf16 whatever the job's dtype, ours does not",
-    "cross_entropy_fusion_impl": "see --cross-entropy-loss-fusion",
-    "dist_ckpt_strictness": "Megatron 0.19 fails at it with PyTorch 2.15, which describes tensors by more words",
-    "hidden_dropout": _RANDOM,
-    "attention_dropout": _RANDOM,
-    "moe_router_force_load_balancing": _RANDOM,
-    **dict.fromkeys(
-        ("data_path", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_type", "data_cache_path", "split"),
-        _FILES,
-    ),
-    **dict.fromkeys(("exit_duration_in_mins", "exit_interval", "num_workers", "distributed_timeout_minutes"), _HOURS),
-    **dict.fromkeys(("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_init"), _WARMUP),
-    **dict.fromkeys(
-        ("tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir", "logging_level"), _LOGS
-    ),
-    **dict.fromkeys(("log_timers_to_tensorboard", "log_memory_to_tensorboard"), _LOGS),
-}
-"""What no shrunk job has, and why."""
+DROPPED = (
+    # Transformer Engine's layers, kernels and optimizer; on the CPU Megatron's local ones are built.
+    *("transformer_impl", "attention_backend", "use_flash_attn", "moe_grouped_gemm", "moe_permute_fusion"),
+    *("tp_comm_overlap", "apply_layernorm_1p", "fp8_format", "fp8_recipe", "fp8_param_gather", "fp4_format"),
+    *("fp4_param_gather", "moe_router_fusion", "use_precision_aware_optimizer", "main_grads_dtype"),
+    *("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    # The CPU has gloo, and a stand-in for the kernels of DeepEP.
+    *("distributed_backend", "moe_flex_dispatcher_backend"),
+    # Rounding would hide a difference. Plain Megatron's fused cross entropy rounds gradients to bf16 in any job.
+    *("bf16", "cross_entropy_loss_fusion", "cross_entropy_fusion_impl"),
+    "dist_ckpt_strictness",  # Megatron 0.19 fails at it with PyTorch 2.15, which describes tensors by more words
+    # Random numbers differ between schedules, as they do between two plain ones.
+    *("hidden_dropout", "attention_dropout", "moe_router_force_load_balancing"),
+    # Mock data and a tokenizer without a file instead; few steps; no warm-up, in which nothing would change.
+    *("data_path", "vocab_file", "merge_file", "tokenizer_model", "tokenizer_type", "data_cache_path", "split"),
+    *("exit_duration_in_mins", "exit_interval", "num_workers", "distributed_timeout_minutes"),
+    *("lr_warmup_fraction", "lr_warmup_samples", "lr_warmup_init"),
+    # Logs go to the console alone.
+    *("tensorboard_dir", "wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir", "logging_level"),
+    *("log_timers_to_tensorboard", "log_memory_to_tensorboard"),
+)
+"""What no shrunk job has."""
 STORAGE = (
     *("save", "load", "save_interval", "save_retain_interval", "finetune", "auto_detect_ckpt_format"),
     *("async_save", "use_persistent_ckpt_worker"),
 )
 
 SMALL = {
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 4,
-    "num_query_groups": 2,
-    "kv_channels": 16,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-    "micro_batch_size": 2,
-    "make_vocab_size_divisible_by": 4,
-    "num_experts": 4,
-    "moe_ffn_hidden_size": 64,
-    "moe_shared_expert_intermediate_size": 64,
-    "moe_router_topk": 2,
-    "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 16,
-    "qk_pos_emb_head_dim": 8,
-    "v_head_dim": 12,
-    "dsa_indexer_n_heads": 4,
-    "dsa_indexer_head_dim": 16,
-    "dsa_indexer_topk": 32,
-    "eval_interval": 2,
-    "manual_gc_interval": 2,
-    "check_weight_hash_across_dp_replicas_interval": 2,
-    "log_interval": 1,
+    **{"hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16},
+    **{"seq_length": 128, "max_position_embeddings": 128, "micro_batch_size": 2, "make_vocab_size_divisible_by": 4},
+    **{"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 64, "moe_router_topk": 2},
+    **{"moe_router_num_groups": 2, "moe_router_group_topk": 1, "q_lora_rank": 32, "kv_lora_rank": 16},
+    **{"qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "dsa_indexer_n_heads": 4},
+    **{"dsa_indexer_head_dim": 16, "dsa_indexer_topk": 32, "eval_interval": 2, "manual_gc_interval": 2},
+    **{"check_weight_hash_across_dp_replicas_interval": 2, "log_interval": 1},
     # Adam makes whole updates of the rounding of small gradients, and two plain runs drift apart.
-    "lr": 1e-5,
-    "min_lr": 1e-6,
-    "decoupled_lr": 2e-5,
-    "decoupled_min_lr": 2e-6,
+    **{"lr": 1e-5, "min_lr": 1e-6, "decoupled_lr": 2e-5, "decoupled_min_lr": 2e-6},
 }
 """At most so much of each, where a job says it."""
 LAYERS = 12
@@ -141,31 +92,26 @@ def _recipes() -> Mapping[str, Job]:
     return {f"bridge/{name}": Job("bridge", name, tuple(words), {}) for name, words in recipes}
 
 
-def shrunk(name: str, sizes: Options, keeps: tuple[str, ...] = ()) -> tuple[Options, dict[str, str]]:
-    """The options of a job by the names of their arguments, and what was left out of it with why.
+def shrunk(name: str, sizes: Options, keeps: tuple[str, ...] = ()) -> Options:
+    """The options of a job by the names of their arguments, on four ranks.
 
-    `sizes` replaces parallel sizes, so that the job has four ranks; what `keeps` names is not left out.
+    `sizes` replaces parallel sizes; what `keeps` names is not left out. Only a job that resumes saves. Attention is in
+    the places of Mamba's layers, which have kernels for GPUs alone.
     """
     jobs = _recipes() if name.startswith("bridge/") else _jobs()
     if name not in jobs:
         pytest.skip(f"there is no job {name}")
-    given = options_of(jobs[name])
-    why = DROPPED | dict.fromkeys(STORAGE, _SAVES)
-    if "transformer_impl" in keeps:
-        why["log_params_norm"] = "the stand-in for Transformer Engine's kernels has none for it"
-    left_out = {option: why[option] for option in given if option in why and option not in keeps}
-    job = {option: value for option, value in given.items() if option not in left_out}
+    # The stand-in for Transformer Engine's kernels has none for norms of all parameters.
+    dropped = {*DROPPED, *STORAGE, *(["log_params_norm"] if "transformer_impl" in keeps else [])} - {*keeps}
+    job = {option: value for option, value in options_of(jobs[name]).items() if option not in dropped}
     for option, most in SMALL.items():
         if option in job:
             job[option] = min(most, type(most)(job[option]))
     for option, size in sizes.items():
         assert option in job, f"{name} has no {option}"
         job[option] = size
-    if "M" in str(job.get("hybrid_layer_pattern", "")):
-        left_out["hybrid_layer_pattern M"] = "Mamba has kernels for GPUs alone; attention is in its layers' places"
     modules = job.get("recompute_modules", [])
-    if "moe_act" in modules and "moe_grouped_gemm" in left_out:
-        left_out["recompute_modules moe_act"] = "it is of grouped experts"
+    if "moe_act" in modules and "moe_grouped_gemm" not in job:  # it is of grouped experts
         others = [] if isinstance(modules, str) else [each for each in modules if each != "moe_act"]
         job["recompute_modules"] = others
         if not others:
@@ -178,7 +124,7 @@ def shrunk(name: str, sizes: Options, keeps: tuple[str, ...] = ()) -> tuple[Opti
         job["cuda_graph_warmup_steps"] = 1  # captured after the first step
     if "fp16" in job:
         job["initial_loss_scale"] = 4096  # no step is skipped
-    return {**job, **ADDED}, left_out
+    return {**job, **ADDED}
 
 
 def options_of(job: Job) -> Options:

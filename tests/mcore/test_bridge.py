@@ -1,8 +1,13 @@
-"""Test `megatron_vp.enable` in Megatron-Bridge's loop: losses and gradients as in plain Bridge, hooks, refusals.
+"""Test `megatron_vp.enable` in Megatron-Bridge's loop: losses and gradients as in plain Bridge, LoRA, Hugging Face's
+weights, one of its recipes, refusals.
 
 It runs on CPU ranks, with the stand-ins of `bridge_loop`. Without Megatron-Bridge, the tests are skipped.
 """
 
+import contextlib
+import io
+import zlib
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -72,6 +77,17 @@ def merged(ranks):
     return losses, evaluated, whole
 
 
+def assert_as_plain(ours, plain, iterations=3, tied=False):
+    """Losses, evaluations and gradients of two merged runs."""
+    (losses, evaluated, gradients), (plain_losses, plain_evaluated, expected) = ours, plain
+    if tied:  # plain Megatron's last stage holds a copy, of which the gradient is added to the embedding's
+        expected = {name: value for name, value in expected.items() if name != "output_layer.weight"}
+    assert len(losses) == iterations and evaluated and gradients.keys() == expected.keys()
+    np.testing.assert_allclose(losses + evaluated, plain_losses + plain_evaluated, rtol=BOUND)
+    for name, value in expected.items():
+        assert np.linalg.norm(gradients[name] - value) <= BOUND * np.linalg.norm(value), name
+
+
 @cache
 def plain(kind, tied):
     return merged(run_ranks(2, train, None, kind, 1, tied))
@@ -90,26 +106,14 @@ def plain(kind, tied):
     ],
 )
 def test_bridge_trains_as_without_the_plug_in(settings, kind, chunks, tied):
-    plain_losses, plain_evaluated, plain_gradients = plain(kind, tied)
-    losses, evaluated, gradients = merged(run_ranks(2, train, settings, kind, chunks, tied))
-    expected = dict(plain_gradients)
-    if tied:  # plain Megatron's last stage holds a copy, of which the gradient is added to the embedding's
-        expected.pop("output_layer.weight", None)
-    assert len(losses) == 3 and len(evaluated) == 3 and gradients.keys() == expected.keys()
-    np.testing.assert_allclose(losses + evaluated, plain_losses + plain_evaluated, rtol=BOUND)
-    for name, value in expected.items():
-        assert np.linalg.norm(gradients[name] - value) <= BOUND * np.linalg.norm(value), name
+    assert_as_plain(merged(run_ranks(2, train, settings, kind, chunks, tied)), plain(kind, tied), tied=tied)
 
 
 @pytest.mark.parametrize(("settings", "chunks"), [(VOCAB_2, 1), (V_HALF, 2)])
 def test_weights_of_hugging_face_are_loaded_before_the_layers_are_cut(tmp_path, settings, chunks):
     bridge_loop.save_hugging_face(tmp_path)
-    plain_losses, _, plain_gradients = merged(run_ranks(2, train, None, str(tmp_path), 1, False))
-    losses, _, gradients = merged(run_ranks(2, train, settings, str(tmp_path), chunks, False))
-    assert len(losses) == 3 and gradients.keys() == plain_gradients.keys()
-    np.testing.assert_allclose(losses, plain_losses, rtol=BOUND)
-    for name, value in plain_gradients.items():
-        assert np.linalg.norm(gradients[name] - value) <= BOUND * np.linalg.norm(value), name
+    plain = run_ranks(2, train, None, str(tmp_path), 1, False)
+    assert_as_plain(merged(run_ranks(2, train, settings, str(tmp_path), chunks, False)), merged(plain))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -141,12 +145,8 @@ def packs(tmp_path_factory):
 
 @pytest.mark.parametrize(("settings", "chunks", "padded"), [(VOCAB_2, 1, False), (V_HALF, 2, True)])
 def test_packs_train_as_without_the_plug_in(packs, settings, chunks, padded):
-    plain_losses, plain_evaluated, plain_gradients = merged(run_ranks(2, train_on_packs, None, 1, packs, padded))
-    losses, evaluated, gradients = merged(run_ranks(2, train_on_packs, settings, chunks, packs, padded))
-    assert len(losses) == 3 and gradients.keys() == plain_gradients.keys()
-    np.testing.assert_allclose(losses + evaluated, plain_losses + plain_evaluated, rtol=BOUND)
-    for name, value in plain_gradients.items():
-        assert np.linalg.norm(gradients[name] - value) <= BOUND * np.linalg.norm(value), name
+    plain = run_ranks(2, train_on_packs, None, 1, packs, padded)
+    assert_as_plain(merged(run_ranks(2, train_on_packs, settings, chunks, packs, padded)), merged(plain))
 
 
 def refused(_rank, ranks, settings, chunks, changes):
@@ -210,3 +210,138 @@ def test_optimizer_state_that_fits_one_layout_alone_is_refused(tmp_path):
     losses_of(None, 1, 3, str(tmp_path), False)
     with pytest.raises(RankError, match="in this checkpoint has the format dp_reshardable, which can be loaded"):
         losses_of(VOCAB_2, 1, 5, str(tmp_path), False)
+
+
+LAYERS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+def lora(targets):
+    """Bridge's LoRA, whose adapters begin with values by their place in the model, not by the order of ranks."""
+    import torch
+    from megatron.bridge.peft.lora import LoRA
+
+    class Placed(LoRA):
+        def __call__(self, model, training=True):
+            model = super().__call__(model, training)
+            for chunk in model:
+                for name, weight in bridge_loop.by_place(chunk):
+                    if ".adapter." in name:
+                        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                        weight.data.normal_(std=0.1, generator=generator)
+            return model
+
+    return dataclass(Placed)(target_modules=targets, dim=4, alpha=8, dropout=0.0)
+
+
+def train_adapters(_rank, ranks, settings, chunks, source, folder, iterations, targets=LAYERS):
+    start(settings)
+    from megatron.bridge.training.config import CheckpointConfig
+
+    places = {"save": folder, "load": folder, "save_interval": 2, "pretrained_checkpoint": source}
+    checkpoint = CheckpointConfig(**places, dist_ckpt_optim_fully_reshardable=True)
+    config = bridge_loop.configuration(source, ranks, chunks, False, iterations, checkpoint, ends=4)
+    config.peft = lora(targets)
+    trained = bridge_loop.pretrain(config)
+    return trained.losses, trained.evaluated, trained.gradients
+
+
+@pytest.mark.parametrize(("settings", "chunks"), [(VOCAB_2, 1), (V_HALF, 2)])
+def test_adapters_train_as_in_plain_bridge_and_go_on(tmp_path, settings, chunks):
+    source, plain, whole, parts = (str(tmp_path / name) for name in ("source", "plain", "whole", "parts"))
+    bridge_loop.save_hugging_face(source)
+    expected = merged(run_ranks(2, train_adapters, None, 1, source, plain, 4))
+    found = merged(run_ranks(2, train_adapters, settings, chunks, source, whole, 4))
+    assert_as_plain(found, expected, 4)
+    assert len(found[2]) == 2 * len(LAYERS) * bridge_loop.LAYERS  # two weights of each adapter, and nothing else
+    before = merged(run_ranks(2, train_adapters, settings, chunks, source, parts, 2))[0]
+    after = merged(run_ranks(2, train_adapters, settings, chunks, source, parts, 4))[0]
+    assert len(before) == 2 and len(after) == 2
+    np.testing.assert_allclose(before + after, found[0], rtol=BOUND)
+
+
+def test_an_adapter_on_the_output_layer_is_refused(tmp_path):
+    bridge_loop.save_hugging_face(tmp_path / "source")
+    with pytest.raises(RankError, match="would skip an adapter"):
+        run_ranks(2, train_adapters, VOCAB_2, 1, str(tmp_path / "source"), str(tmp_path), 1, ["output_layer"])
+
+
+def freeze(chunks):
+    """A hook on finished chunks: the norms are not trained."""
+    for chunk in chunks:
+        for name, weight in chunk.named_parameters():
+            weight.requires_grad = "norm" not in name
+    return chunks
+
+
+def round_trip(_rank, ranks, settings, chunks, source, target):
+    """Train on what `source` holds, and save in `target` what came out; returns what an export yields on this rank."""
+    start(settings)
+    from megatron.bridge import AutoBridge
+
+    config = bridge_loop.configuration(source, ranks, chunks, iterations=5)
+    # Adam makes steps of this size even of gradients that are rounding errors.
+    config.optimizer.lr, config.optimizer.min_lr = 2e-4, 2e-5
+    config.model.register_pre_wrap_hook(freeze)
+    bridge, exported = AutoBridge.from_hf_pretrained(source), {}
+
+    def save(model):
+        bridge.save_hf_pretrained(model, target)
+        tasks = bridge.get_conversion_tasks(model)
+        exported.update(bridge.export_hf_weights(model, cpu=True, conversion_tasks=tasks))
+
+    trained = bridge_loop.pretrain(config, save)
+    return {name: weight.float().numpy() for name, weight in exported.items()}, trained.losses
+
+
+def loaded(folder):
+    from transformers import AutoModelForCausalLM
+
+    return {name: weight.numpy() for name, weight in AutoModelForCausalLM.from_pretrained(folder).state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "settings", "chunks"),
+    [
+        ("Llama", False, VOCAB_2, 1),
+        ("Qwen3", False, V_HALF, 2),
+        pytest.param("Qwen3", False, VOCAB_2, 1, marks=pytest.mark.slow),
+        pytest.param("Llama", True, VOCAB_2, 1, marks=pytest.mark.slow),
+        pytest.param("Llama", True, V_HALF, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_come_out_as_through_plain_megatron(tmp_path, family, tied, settings, chunks):
+    source, plain, ours = (str(tmp_path / name) for name in ("source", "plain", "ours"))
+    bridge_loop.save_hugging_face(source, family, tied)
+    (_, (expected, _)) = run_ranks(2, round_trip, None, 1, source, plain)
+    (first, _), (second, losses) = run_ranks(2, round_trip, settings, chunks, source, ours)
+    assert len(losses) == 5 and expected.keys() == first.keys() == second.keys()
+    before, after, saved = loaded(source), loaded(plain), loaded(ours)
+    assert before.keys() == after.keys() == saved.keys()
+    for name, value in saved.items():
+        assert np.linalg.norm(value - after[name]) <= BOUND * np.linalg.norm(after[name]), name
+        assert np.array_equal(value, before[name]) == ("norm" in name), name
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name])
+        np.testing.assert_array_equal(value, saved[name])
+
+
+def train_recipe(_rank, ranks, settings, folder, chunks, accounts):
+    start(settings)
+    config = bridge_loop.recipe(folder, ranks, chunks, accounts)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        trained = bridge_loop.pretrain(config)
+    return (trained.losses, trained.evaluated, trained.gradients), said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("settings", "chunks", "accounts"),
+    [(VOCAB_2, 1, True), (V_HALF, 2, False)],  # of a recipe that balances the vocabulary layers by itself, and without
+)
+def test_a_recipe_trains_as_without_the_plug_in(tmp_path, settings, chunks, accounts):
+    bridge_loop.save_hugging_face(tmp_path)
+    plain = run_ranks(2, train_recipe, None, str(tmp_path), 1, accounts)
+    ours = run_ranks(2, train_recipe, settings, str(tmp_path), chunks, accounts)
+    assert_as_plain(*(merged([trained for trained, _ in run]) for run in (ours, plain)))
+    named = [line for _, said in ours for line in said.splitlines() if "--account-for-embedding" in line]
+    assert len(named) == accounts

@@ -44,11 +44,7 @@ def test_transformer_engine_has_what_pass_w_relies_on():
     ("changes", "version", "words"),
     [
         ({}, "2.7.0", ["Transformer Engine 2.8", "2.7.0", "--transformer-impl local"]),
-        ({"tp_comm_overlap": True}, "2.8.0", ["--tp-comm-overlap", "leave"]),
-        ({"use_transformer_engine_op_fuser": True}, "2.8.0", ["--use-transformer-engine-op-fuser", "leave"]),
         ({"use_grouped_gemm_for_shared_expert": True}, "2.14.0", ["--use-grouped-gemm-for-shared-expert", "leave"]),
-        ({"moe_single_grouped_bias": True}, "2.14.0", ["--moe-single-grouped-bias", "leave"]),
-        ({"transformer_impl": "inference_optimized"}, "2.8.0", ["inference_optimized", "use"]),
     ],
 )
 def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
@@ -87,25 +83,6 @@ def _in_group(weights: list[torch.Tensor], fused: bool, dtype: torch.dtype) -> S
         parameter.main_grad = torch.ones(weight.shape)
         setattr(layer, f"weight{expert}", parameter)
     return layer
-
-
-class _OneTensor:
-    """Operands of all experts in one storage, which cannot be indexed: Transformer Engine's GroupedTensorStorage."""
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_whose_operands_are_one_tensor_accumulate_without_fusion(dtype):
-    layer = _in_group([torch.zeros(2, 3), torch.zeros(2, 3)], False, dtype)
-
-    def product(inputs, output_gradients, gradients):
-        assert isinstance(inputs, _OneTensor) and isinstance(output_gradients, _OneTensor)
-        assert [each.dtype for each in gradients] == [dtype] * 2
-        for expert, each in enumerate(gradients):
-            each.fill_(expert + 1)
-        return None, [None] * 2, None
-
-    DelayedWeightGradient(layer, [_OneTensor(), _OneTensor(), None], product).accumulate()
-    assert [weight.main_grad.unique().tolist() for weight in (layer.weight0, layer.weight1)] == [[2.0], [3.0]]
 
 
 def test_a_frozen_bias_gets_nothing_and_is_not_reported():

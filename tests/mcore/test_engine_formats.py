@@ -110,26 +110,6 @@ def test_without_vocabulary_passes_every_bit_is_plain_megatrons(schedule, fused,
     assert any(each.quantised for each in products) and len(ours.evaluations) > 1
 
 
-@pytest.mark.parametrize(
-    ("schedule", "model"),
-    [
-        ("v-half", CURRENT_WEIGHTS),
-        pytest.param("zb-v", {**CURRENT_WEIGHTS, **ONE_CALL}, marks=slow),
-        # Evaluations change the scales of two chunks and of one differently, see below.
-        pytest.param("v-half", {**DELAYED_WEIGHTS, "eval_iters": 0}, marks=slow),
-        *(pytest.param("v-half", model, marks=slow) for model in (BLOCKWISE_WEIGHTS, MX_WEIGHTS, FP4_WEIGHTS)),
-    ],
-)
-def test_master_weights_start_from_what_plain_megatron_drew(schedule, model):
-    """Layers move in a V, and so do the values before their rounding. The first step sees only rounded weights, the
-    second and third the master weights.
-    """
-    plain, _ = trained(NEWEST, 2, APART, same_weights=False, pipeline_model_parallel_size=2, **model)
-    ours, products = trained(NEWEST, 2, APART, same_weights=False, **pipeline(schedule, None), **model)
-    assert_same_bits(ours, plain)
-    assert len(plain.losses) == 3 and all(each.quantised for each in products)
-
-
 @slow
 @pytest.mark.parametrize("model", [CURRENT_WEIGHTS, BLOCKWISE_WEIGHTS, FP4_WEIGHTS])
 def test_narrow_weights_are_gathered_beside_those_in_16_bits_while_replicas_compute(model):

@@ -26,25 +26,6 @@ def test_a_broken_part_does_not_hide_the_others(monkeypatch):
     assert found["GPU"] == ("broken: libcuda.so.1 has the wrong version", True) and found["SLURM"] == ("here", False)
 
 
-def _compiler():
-    return environment._found("C compiler")
-
-
-def test_the_c_compiler_is_the_one_that_triton_takes(monkeypatch, tmp_path):
-    monkeypatch.delenv("CC", raising=False)
-    for name in ("clang", "gcc"):
-        command = tmp_path / name
-        command.write_text("#!/bin/sh\n")
-        command.chmod(0o755)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        assert _compiler() == str(command)
-    monkeypatch.setenv("CC", f"{tmp_path / 'clang'} -m64")
-    assert _compiler() == str(tmp_path / "clang")
-    monkeypatch.delenv("CC")
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert _compiler() == "missing"
-
-
 def test_the_command_prints_a_line_for_each():
     done = CliRunner().invoke(app, ["env"])
     assert done.exit_code == 0

@@ -87,15 +87,6 @@ def test_the_others_end_and_name_the_rank_that_is_lost(ranks, options, lost, los
     assert all(line.endswith(f"; no word from rank {lost}") for line in lines), lines
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_is_named_by_its_pipeline_where_there_are_several():
-    arguments = few_steps(tensor_model_parallel_size=2)
-    ends = run_ranks_to_their_end(4, train_with_fault, arguments, Fault(stop, 2, "F"), stopped=2)
-    assert [status for status, _ in ends] == [1, 1, None, 1]
-    assert _said(ends[0][1], 0).endswith("; no word from rank 2")
-    assert all(_said(ends[rank][1], rank) for rank in (1, 3))
-
-
 def test_a_rank_whose_data_hangs_says_so():
     ends = run_ranks_to_their_end(3, train_with_fault, few_steps(**THREE), Fault(hang, 0, "tokens"))
     assert [status for status, _ in ends] == [1, 1, 1]

@@ -16,12 +16,11 @@ import pytest
 from megatron_vp.errors import UserError
 from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.ranks import process_group
-from tests.harness.training import WORD_EMBEDDING, Run, comparable_model, tiny_model, train, train_case
-from tests.mcore import engine, frozen, own_loop
+from tests.harness.training import Run, comparable_model, tiny_model, train, train_case
+from tests.mcore import frozen, own_loop
 from tests.mcore.case_parts import AHEAD, BOTH, FULL_RECOMPUTE, MOE, SEQUENCE, TIED
-from tests.mcore.comparison import assert_as_close, assert_equal, assert_same_bits
+from tests.mcore.comparison import assert_equal, assert_same_bits
 from tests.mcore.engine import pipeline
-from tests.mcore.test_launch import run_own_script
 from tests.vocab.test_output import Launches
 
 BOUND = 1e-6
@@ -35,17 +34,13 @@ SLOW_CASES = [
     *(("vocabulary", TIED, method) for method in MAIN[:4]),
     *(("all_but_projection", BOTH, method) for method in MAIN),
     *(("every_other_layer", {}, method) for method in MAIN),
-    *(("every_other_layer", {**BOTH, "bf16": None}, method) for method in ("zb-h1/vocab-2", "v-half/none")),
     *(("adapted", {}, method) for method in (*MAIN[1:], "v-half/none")),
-    *(("adapted", BOTH, method) for method in ("zb-h1/vocab-2", "v-half/vocab-2")),
     *((way, {}, method) for way in WAYS for method in ("1f1b/vocab-2", "v-half/vocab-1")),
     ("first_layers", {}, "zb-h1/none"),
     *((what, AHEAD, method) for what in ("vocabulary", "embedding") for method in ("1f1b/vocab-2", "v-half/vocab-1")),
     ("vocabulary", {**AHEAD, **TIED}, "v-half/vocab-2"),
-    *((what, SEQUENCE, "zb-h1/vocab-2") for what in ("vocabulary", "every_other_layer")),
     ("first_layers", {**SEQUENCE, **BOTH}, "v-half/vocab-1"),
     ("vocabulary", FULL_RECOMPUTE, "1f1b/vocab-2"),
-    ("first_layers", FULL_RECOMPUTE, "interleaved/none"),
     ("vocabulary", MOE, "zb-h1/vocab-2"),
 ]
 
@@ -84,37 +79,6 @@ def test_what_is_trained_is_trained_as_in_plain_megatron(what, options, method):
     ours = _run(what, 2 * _ranks(options), options, **_scheduled(method))
     assert_equal(ours, plain, BOUND)
     assert plain.steps[0].gradients.keys() < plain.parameters.keys()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["vocabulary", "adapted"])
-def test_in_16_bits_it_is_as_close_to_fp32_as_plain_megatron(what):
-    exact, options = _plain(what, tuple(BOTH.items())), {**BOTH, "bf16": True}
-    ours = _run(what, 4, options, **_scheduled("v-half/vocab-2"))
-    assert_as_close(ours, _plain(what, tuple(options.items())), exact)
-
-
-ENGINE_CASES = [
-    ("every_other_layer", "zb-h1", "vocab-2", engine.FUSED),
-    ("every_other_layer", "v-half", "vocab-1", engine.APART),
-    ("every_other_layer", "interleaved", "vocab-1", engine.FUSED),
-    ("first_layers", "zb-h1", None, engine.APART),
-    ("vocabulary", "1f1b", "vocab-2", engine.FUSED),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, engine.SHARDED], ids=["whole optimizer", "distributed optimizer"])
-@pytest.mark.parametrize(("what", "schedule", "method", "fused"), ENGINE_CASES)
-def test_frozen_layers_of_transformer_engine_leave_nothing_to_w(what, schedule, method, fused, options):
-    on_a_stage, hook = 2 if options else 1, getattr(frozen, what)
-    plain, _ = engine.trained(engine.NEWEST, on_a_stage, fused, hook=hook, **options)
-    job = {**pipeline(schedule, method), **options}
-    ours, found = engine.trained(engine.NEWEST, 2 * on_a_stage, fused, hook=hook, **job)
-    assert_equal(ours, plain, BOUND)
-    if schedule not in ("interleaved", "1f1b"):
-        trained = sum(name.endswith(".weight") and "linear" in name for name in plain.steps[0].gradients)
-        assert sum(each.queued for each in found) == 3 * 4 * trained  # steps, microbatches
 
 
 def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list] | None) -> dict[str, float]:
@@ -190,25 +154,6 @@ def test_freezing_after_the_wrapping_is_refused_in_training_alone():
         assert "froze or unfroze a vocabulary layer after the model was wrapped" in said and evaluated == rank
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("distributed", [False, True])
-def test_training_goes_on_frozen_and_a_thawed_layer_needs_a_fresh_optimizer(tmp_path, distributed):
-    options = {"use_distributed_optimizer": distributed, "dist_ckpt_optim_fully_reshardable": distributed}
-    job = {**options, **pipeline("1f1b", "vocab-2"), "save_interval": 1000, "override_opt_param_scheduler": True}
-    rest = {**job, "train_iters": 4, "eval_iters": 0, "load": tmp_path}
-    first = train(2, comparable_model(**job, train_iters=2, save=tmp_path))
-    then = train(2, comparable_model(**rest, save=tmp_path), same_weights=False, hook=frozen.vocabulary)
-    assert len(then.steps) == 2 and WORD_EMBEDDING not in then.steps[0].gradients
-    whole = train(2, comparable_model(**job, train_iters=3))
-    assert first.losses + then.losses[:1] == pytest.approx(whole.losses, rel=BOUND)  # nothing was frozen before
-    ends = run_ranks_to_their_end(2, to_its_end, comparable_model(**{**rest, "train_iters": 6}), list)
-    said = r"^error: rank . abandoned the checkpoint, .* the checkpoint has no optimizer\.state\..*--no-load-optim"
-    assert [status for status, _ in ends] == [2, 2]
-    assert any(re.search(said, output, re.MULTILINE) for _, output in ends), ends
-    fresh = comparable_model(**{**rest, "train_iters": 6, "no_load_optim": True})
-    assert len(train(2, fresh, same_weights=False).steps) == 2
-
-
 def to_its_end(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list]) -> None:
     """A run that ends as the script ends one."""
     from megatron_vp.mcore.start.launch import one_line_errors
@@ -227,18 +172,6 @@ def test_an_adapter_on_a_vocabulary_layer_is_refused_on_all_ranks():
     ends = run_ranks_to_their_end(2, to_its_end, job, frozen.adapted_output_layer)
     assert [status for status, _ in ends] == [2, 2]
     assert any(re.search(f"^error: .*{said}", output, re.MULTILINE) for _, output in ends), ends
-
-
-@pytest.mark.slow
-def test_layers_that_a_scripts_provider_freezes_start_as_plain_megatrons_under_a_v_and_stay_frozen():
-    words = [*tiny_model(pipeline_model_parallel_size=2, lr=1e-2), "--stride", "2"]
-    v_half = ["--pipeline-schedule", "v-half", "--vocab-parallel"]
-    losses = []
-    for options in (["--freeze-vocabulary"], ["--freeze-vocabulary", *v_half], v_half):
-        output = run_ranks(2, run_own_script, [*words, *options])[-1]
-        losses.append([float(loss) for loss in re.findall(r"lm loss: (\S+)", output)])
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.slow

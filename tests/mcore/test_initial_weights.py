@@ -22,7 +22,7 @@ from megatron_vp.mcore.model.initial_weights import moves_layers, plain_settings
 from megatron_vp.mcore.settled import ChosenRows, SettledJob, Words, run_settings
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.ranks import run_ranks
-from tests.harness.training import Run, _merge, tiny_model, train, train_case
+from tests.harness.training import Run, tiny_model, train, train_case
 from tests.mcore import engine
 from tests.mcore.case_parts import (
     CONTEXT,
@@ -185,41 +185,6 @@ def test_transformer_engines_layers_start_as_in_plain_megatron(ranks, method, op
     job = {"fused": engine.FUSED, "same_weights": False, "train_iters": 1, "lr": 0, **options}
     ours, _ = engine.trained(engine.NEWEST, ranks, **job, **engine.pipeline("v-half", method))
     plain, _ = engine.trained(engine.NEWEST, ranks, **job, pipeline_model_parallel_size=2)
-    assert_same_bits(ours.parameters, plain.parameters)
-    assert ours.losses == pytest.approx(plain.losses, rel=BOUND)
-
-
-def laid_out(rank: int, world_size: int, arguments: tuple[str, ...], layout: str) -> Run | None:
-    """`train_case` of a job for which the plug-in itself chooses a layout."""
-    from megatron.training import arguments as megatron
-
-    validate = megatron.validate_args
-
-    def validate_args(args, defaults={}):  # noqa: B006 (Megatron's signature)
-        validated = validate(args, defaults)
-        args.pipeline_model_parallel_layout = layout
-        return validated
-
-    with mock.patch.object(megatron, "validate_args", validate_args):
-        return train_case(rank, world_size, arguments, same_weights=False)
-
-
-@slow
-@pytest.mark.parametrize(
-    ("schedule", "chosen", "method"),
-    [
-        ("1f1b", "Ettttt|tL", "vocab-2"),
-        ("zb-h1", "Et|tttttL", "none"),
-        ("interleaved", "Ettt|||tL", "vocab-1"),
-        ("v-half", "E|ttt|tt|tL", "vocab-2"),
-    ],
-)
-def test_layers_that_the_plugin_lays_out_start_as_in_megatrons_even_cut(schedule, chosen, method):
-    virtual = {"num_virtual_stages_per_pipeline_rank": 2} if schedule == "interleaved" else {}
-    job = {"pipeline_model_parallel_size": 2, "num_layers": chosen.count("t"), **virtual}
-    words = _job(**job, pipeline_schedule=schedule, vocab_parallel=method != "none")
-    ours = _merge(run_ranks(2, laid_out, words, chosen))
-    plain = _trained(2, _job(**job))
     assert_same_bits(ours.parameters, plain.parameters)
     assert ours.losses == pytest.approx(plain.losses, rel=BOUND)
 

@@ -148,16 +148,6 @@ def test_a_chunk_runs_in_passes_only():
     assert chunk("input") == "input"
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_a_layout_of_parameters_that_the_split_replaces_is_left_to_megatron(monkeypatch, split):
-    module, given = nn.Linear(2, 2), []
-    shard = nn.Parameter(torch.zeros(1, 2))
-    monkeypatch.setattr(preparation, "prepare", lambda chunks: split and setattr(module, "weight", shard))
-    wrap = preparation.wrapping(lambda self, config, ddp_config, module, **others: given.append(others))
-    wrap(None, None, None, module, full_param_layout="of whole layers", disable_bucketing=True)
-    assert given == [{"disable_bucketing": True} | ({} if split else {"full_param_layout": "of whole layers"})]
-
-
 def loss_func(output):
     return output.sum(), {}
 

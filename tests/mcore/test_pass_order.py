@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -21,8 +20,6 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.virtual_stages import SHIFTS, shifted_layers
 from megatron_vp.mcore.options import predicted_job
-from megatron_vp.mcore.options.predicted_job import Prediction, choose_order
-from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.schedule import FAMILIES, PassCosts, StageCosts, VocabMethod, generate
 from tests.harness.ranks import run_ranks
@@ -99,23 +96,6 @@ def test_layouts_patterns_and_given_rows_are_those_of_the_run(changes):
     assert isinstance(found, StageCosts) and found == simulated
 
 
-@pytest.mark.parametrize(
-    ("changes", "longer"), [({}, 6 / 4), (HYBRID | {"hybrid_layer_pattern": "*-" * 8, "num_layers": None}, 4 / 2)]
-)
-def test_the_heads_of_multi_token_prediction_are_work_of_the_last_stage_and_of_the_vocabulary(changes, longer):
-    job = SIXTEEN | {"vocab_parallel": True, "position_embedding_type": "rope"} | changes
-    plain, simulated = ordered_for(**job)
-    assert isinstance(plain, PassCosts) and plain == simulated
-    heads = {"mtp_num_layers": 2}
-    if pattern := job.get("hybrid_layer_pattern"):
-        heads["hybrid_layer_pattern"] = f"{pattern}/*-/*-"
-    found, simulated = ordered_for(**job | heads)
-    assert isinstance(found, StageCosts) and found == simulated
-    assert found.F[0] == found.F[2] and found.F[3] == pytest.approx(longer * found.F[0], rel=0.05)
-    # Three words are predicted, not one.
-    assert found.S[0] / found.F[1] == pytest.approx(3 * plain.S / plain.F, rel=0.1)
-
-
 OFFLOADED = SIXTEEN | {"hidden_size": 512, "num_attention_heads": 8, "seq_length": 512, "max_position_embeddings": 512}
 
 
@@ -141,24 +121,6 @@ def test_offloading_that_is_asked_for_is_done_by_training_simulate_and_schedule(
     trained = generate(name, 4, 8, **sizes)
     simulated = make_simulator(job_of(config), plan_of(config), HARDWARE["cpu"]).schedule
     assert simulated == trained and len(trained.offloaded) >= 4 * count // 2
-
-
-@pytest.mark.parametrize(
-    ("hardware", "asked", "counted"),
-    [
-        ("cpu", {"fp8": "hybrid"}, False),
-        ("a100", {"fp8": "hybrid"}, False),
-        ("h100", {"fp8": "hybrid"}, True),
-        ("h100", {"fp4": "e2m1"}, False),
-        ("b200", {"fp4": "e2m1"}, True),
-    ],
-)
-def test_narrow_formats_count_as_16_bits_where_their_speed_is_not_known(hardware, asked, counted):
-    job = check_job(["--cpu", *tiny_model(**SIXTEEN, vocab_parallel=True, bf16=True)], 4)
-    args, found = job.args, Prediction(argparse.Namespace(**{**vars(job.given), **asked}))
-    with mock.patch.object(predicted_job, "_hardware", lambda _: HARDWARE[hardware]):
-        assert (found.job().job.fp8 is not None) == counted
-        assert choose_order(args, run_settings(args), found) is not None
 
 
 FIRST, LAST, *ACCOUNTED = SHIFTS
@@ -219,7 +181,6 @@ def order_of(rank, _world_size, words):
     import sys
 
     import pretrain_gpt_vp as script
-    from megatron_vp.mcore.options import predicted_job
     from megatron_vp.mcore.training import forward_backward
 
     seen = []

@@ -69,28 +69,11 @@ def test_what_a_command_line_selects(one_of_two_ranks, monkeypatch, words, on_cp
     assert {group.name for group in selected} - ALL_RUNS == chosen
 
 
-def test_a_replay_with_shapes_only_selects_its_groups(one_of_two_ranks, monkeypatch):
-    monkeypatch.setattr(patch_table, "replay", lambda: types.SimpleNamespace(meter=object(), counts_engine=True))
-    chosen = {group.name for group in patch_table.selected(early_arguments(["--fake-process-group"]))}
-    assert chosen - ALL_RUNS == {"replay", "shapes only", "shapes of Transformer Engine"}
-
-
 def test_a_configuration_selects_as_its_flags_do_and_the_command_line_wins(one_of_two_ranks, tmp_path):
     config = tmp_path / "job.yaml"
     config.write_text("a:\n  vocab_parallel: true\n  pipeline_schedule: zb-v\nb:\n  iterations_to_skip: [3]\n")
     args = early_arguments(["--config", str(config), "--pipeline-schedule", "zb-h1", "--num-layers", "4"])
     assert (args.vocab_parallel, args.pipeline_schedule, args.iterations_to_skip) == (True, "zb-h1", "[3]")
-
-
-def test_conditions_hold_alike_before_and_after_megatron_has_parsed(one_of_two_ranks, monkeypatch):
-    from megatron.training import arguments
-
-    monkeypatch.setattr("sys.argv", ["job.py"])
-    with patches.patched(patch_table.patches_of("arguments")):
-        parsed = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args([])
-    parsed.rank, parsed.world_size = 1, 2
-    early, late = (patch_table.selected(args) for args in (early_arguments([]), parsed))
-    assert early == late
 
 
 OLD = ({"target": "library:first", "make": "patched_first", "reason": "is old", "also": "(a)"},)

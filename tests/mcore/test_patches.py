@@ -116,13 +116,6 @@ def test_a_patch_that_was_overwritten_or_claimed_twice_is_reported(library):
     assert "assigned later" in str(patches.check((PLAIN,))[0])
 
 
-def test_a_version_with_the_commit_of_a_surrounding_repository_is_the_same_version(monkeypatch):
-    import megatron.core
-
-    monkeypatch.setattr(megatron.core, "__version__", "0.19.2+1a2b3c4")
-    assert patches.installed_version() == "0.19.2"
-
-
 def test_a_release_that_is_not_supported_is_answered_by_the_command_that_brings_one(monkeypatch):
     import megatron.core
 
@@ -220,18 +213,6 @@ def test_the_command_fails_and_names_what_does_not_fit(monkeypatch, tamper, name
     assert result.exit_code == 1 and named in result.output and "0.19.2" in result.output
     if tamper is not fake_module:
         assert re.search(r"; used in megatron_vp/mcore/[\w/]+\.(py|toml):\d+", result.output)
-
-
-def test_the_command_compares_an_unsupported_release_and_applies_nothing(monkeypatch):
-    import megatron.core
-
-    monkeypatch.setattr(megatron.core, "__version__", "0.21.0")
-    monkeypatch.setattr(patches, "patched", lambda declared: pytest.fail("applied"))
-    result = invoke()
-    assert result.exit_code == 1 and "is not supported" in result.output
-    assert "fits  megatron.training.arguments:validate_args" in result.output
-    tested = ", ".join(patches.TESTED_VERSIONS)
-    assert f"megatron-core 0.21.0 (not supported, so no run will start; tested versions: {tested})" in result.output
 
 
 def start_with(_rank, _world_size, tamper):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-from unittest import mock
-
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
@@ -12,13 +9,10 @@ from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.jobs.resolved import read_resolved
-from megatron_vp.mcore import settled
-from megatron_vp.mcore.options import predicted_job, vocab_rows
-from megatron_vp.mcore.start.banner import describe_run
+from megatron_vp.mcore.options import vocab_rows
 from megatron_vp.mcore.start.preflight import check_job, describe_job
 from megatron_vp.schedule import VocabMethod
 from tests.cost.measured_folders import write_reports
@@ -75,18 +69,9 @@ def test_a_hybrid_model_without_bars_gets_them_with_its_rows(schedule):
     assert args.vocab_rows == expected.rows and args.pipeline_model_parallel_layout is None
 
 
-def test_the_users_bars_stay():
-    args = resolved(**HYBRID | {"hybrid_layer_pattern": "*-*|-*-*|-*-*|-*-"}, vocab_shards="balanced")
-    assert args.hybrid_layer_pattern == "*-*|-*-*|-*-*|-*-" and len(set(args.vocab_rows)) > 1
-
-
 def test_a_v_without_bars_gets_even_ones():
     args = resolved(**HYBRID, vocab_parallel=None, pipeline_schedule="v-half")
     assert Pattern.parse(args.hybrid_layer_pattern).layers == (1, 2, 2, 2, 1, 2, 2, 2)
-
-
-def test_it_is_the_default_and_every_rank_comes_to_the_same():
-    assert resolved(vocab_shards=None).vocab_rows == resolved(vocab_shards="balanced").vocab_rows is not None
 
 
 def test_a_layout_stays_and_rows_follow_it():
@@ -96,55 +81,9 @@ def test_a_layout_stays_and_rows_follow_it():
     assert args.vocab_rows[0] == min(args.vocab_rows) and args.vocab_rows[1] > args.vocab_rows[3]
 
 
-def test_equal_shards_stay_where_others_gain_less_than_a_percent():
-    # Two layers on each rank and a vocabulary that all can share.
-    equal = {"num_layers": 8, "vocab_size": 31999, "hidden_size": 128, "seq_length": 256}
-    equal |= {"max_position_embeddings": 256}
-    checked = settled_job(vocab_shards="balanced", **equal)
-    assert checked.shards.rows is None and checked.args.pipeline_model_parallel_layout is None
-    assert vocab_rows.describe_rows(checked) is None
-
-
-def test_options_that_the_cost_model_does_not_count_leave_rows_balanced_and_are_named():
-    counted, uncounted = (settled_job(vocab_shards="balanced", **each) for each in ({}, {"optimizer": "sgd"}))
-    assert uncounted.args.vocab_rows == counted.args.vocab_rows is not None
-    assert uncounted.args.pipeline_model_parallel_layout == counted.args.pipeline_model_parallel_layout
-    said = "options that predictions and balanced rows do not count: --optimizer"
-    assert said in describe_run(uncounted, 4) and said not in describe_run(counted, 4)
-
-
 def test_a_layout_that_is_chosen_with_the_rows_has_the_multi_token_prediction_layers():
     args = resolved(vocab_shards="balanced", mtp_num_layers=1, position_embedding_type="rope")
     assert args.pipeline_model_parallel_layout.endswith("mL") and args.vocab_rows is not None
-
-
-def test_a_replay_of_few_microbatches_takes_the_rows_of_the_whole_job():
-    job = read_job_config([], tiny_model(**SEVEN, vocab_shards="balanced"))
-    whole, few = (resolved(vocab_shards="balanced", global_batch_size=batch) for batch in (32, 2))
-    assert few.vocab_rows != whole.vocab_rows
-    with settled.replaying(job=job):
-        few = resolved(vocab_shards="balanced", global_batch_size=2)
-    assert few.vocab_rows == whole.vocab_rows
-    assert few.pipeline_model_parallel_layout == whole.pipeline_model_parallel_layout
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H200", "h200"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA GB300", "h100"),
-    ],
-)
-def test_the_device_is_known_by_its_name(device, name):
-    with (
-        mock.patch.object(predicted_job, "uses_cpu", lambda words: False),
-        mock.patch("torch.cuda.device_count", lambda: 2),
-        mock.patch("torch.cuda.get_device_name", ["another", device].__getitem__),
-    ):
-        assert predicted_job._hardware(argparse.Namespace(local_rank=3, distributed_backend="nccl")) is HARDWARE[name]
 
 
 def reports(folder, rows, slowness, **changes):
@@ -194,14 +133,6 @@ def test_a_balanced_run_trains_as_plain_megatron_and_writes_what_it_chose(tmp_pa
     written = read_resolved(tmp_path / "resolved_config.yaml")
     assert sum(written["vocab_rows"]) == 40 and len(set(written["vocab_rows"])) > 1
     assert sum(layers_in(written["pipeline_model_parallel_layout"])) == 7
-
-
-@pytest.mark.slow
-def test_a_balanced_hybrid_run_trains_as_plain_megatron():
-    job = {**HYBRID, "train_iters": 3, "global_batch_size": 12}
-    plain = train(1, comparable_model(**job))
-    ours = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "vocab_shards": "balanced"}
-    assert_equal(train(4, comparable_model(**job, **ours)), plain, FP32)
 
 
 def test_chunks_that_were_asked_for_do_not_give_way_to_those_of_the_optimizer_state(tmp_path):

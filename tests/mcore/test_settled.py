@@ -8,13 +8,11 @@ import os
 import pytest
 
 from megatron_vp.cost.layers.job_plan import plan_of
-from megatron_vp.cost.planning import offloading, stage_costs
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.mcore import settled
 from megatron_vp.mcore.start.preflight import check_job
-from megatron_vp.schedule import FAMILIES, PassCosts, ScheduleRequest, VocabMethod
-from megatron_vp.schedule.flex import shaped
+from megatron_vp.schedule import FAMILIES, PassCosts, VocabMethod
 from tests.harness.ranks import run_ranks
 from tests.harness.training import tiny_model
 
@@ -52,28 +50,6 @@ def test_all_ranks_find_the_same_shape():
     words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True), *FLEXIBLE]
     shapes = run_ranks(2, shape_found, words)
     assert shapes[0] and len(set(shapes)) == 1
-
-
-def test_a_start_with_balanced_rows_generates_no_more_schedules_for_a_fitted_shape(monkeypatch):
-    # Layers that the stages cannot share equally, and a large vocabulary. The search for the shape is not counted.
-    model = {"num_layers": 9, "vocab_size": 4095, "padded_vocab_size": 4096, "pipeline_model_parallel_size": 4}
-    batch = {"micro_batch_size": 1, "global_batch_size": 16}
-    words = ["--cpu", *tiny_model(**model, **batch, vocab_parallel=True, vocab_shards=None)]
-    asked = []
-    generate = ScheduleRequest.schedule
-    monkeypatch.setattr(ScheduleRequest, "schedule", lambda self: (asked.append(self), generate(self))[1])
-    monkeypatch.setattr(offloading, "fitted", lambda request, most: shaped(request.family, "slack=4,gap=1"))
-
-    def count(*schedule):
-        asked.clear()
-        for cached in (stage_costs.schedule_of,):
-            cached.cache_clear()
-        job = check_job([*words, "--pipeline-schedule", *schedule], 4)
-        assert job.shards.rows is not None
-        return len(asked)
-
-    # The fitted shape and three bases are compared, each also with one microbatch.
-    assert 0 < count("v-flex", "--activation-limit", "3") <= count("v-half") + 2 * 4
 
 
 def test_a_check_leaves_no_job_behind():
@@ -126,13 +102,6 @@ def test_a_job_without_a_schedule_gets_the_one_that_its_stages_need(stages, chun
     assert job.args.pipeline_schedule == plan.schedule == ("interleaved" if chunks == 2 else "1f1b")
     assert job.settings.replaces_schedule and job.placement.chunks == (plan.chunks or 1) == chunks
     assert plan.offload_chunks == (chunks if "offload_chunks" in asks else 0)
-
-
-@pytest.mark.parametrize("stages", TWO_CHUNKS[2:4], ids=str)
-def test_virtual_stages_alone_leave_the_schedule_to_megatron(stages):
-    words = tiny_model(pipeline_model_parallel_size=2, **stages)
-    assert not check_job(["--cpu", *words], 2).settings.replaces_schedule
-    assert plan_of(read_sizes([], words)).schedule == "interleaved"
 
 
 @pytest.mark.parametrize("asks", [{"vocab_parallel": True}, {"offload_chunks": "all"}], ids=str)

@@ -1,24 +1,18 @@
 """Test --pipeline-trace and --rank-report in training, and the command that reads the traces."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.planning.measured_rows import read_run, refilled
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.reports.rank_report import KEPT
-from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.schedule import Pass, PassKind, VocabMethod, generate
-from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule import VocabMethod, generate
 from megatron_vp.trace.figures import figures, ran
 from megatron_vp.trace.rank_files import read_traces
 from megatron_vp.trace.rank_reports import read_reports
 from megatron_vp.trace.two_runs import RecordedRun, TwoRuns
-from tests.harness.ranks import process_group, run_ranks
 from tests.harness.training import tiny_model, train
 
 RANKS = 2
@@ -88,13 +82,6 @@ def test_megatrons_own_schedule_is_traced(folders):
     assert result.exit_code == 0 and "schedule 1f1b, vocabulary none: 2 ranks, 4 microbatches" in result.stdout
 
 
-@pytest.mark.slow
-def test_megatrons_interleaved_schedule_is_traced(tmp_path):
-    cut = {"pipeline_model_parallel_size": RANKS, "num_layers_per_virtual_pipeline_stage": 1}
-    train(RANKS, tiny_model(**cut, pipeline_trace=tmp_path, pipeline_trace_iterations="2-3"))
-    order_of_plain_run(tmp_path, 2)
-
-
 def test_two_runs_are_compared_by_the_reports_that_training_wrote(folders):
     plain, split = (RecordedRun(tuple(read_reports(folders / name)), {1: 5.0, 2: 4.0}) for name in ("plain", "report"))
     assert all(0 < rank.busy_seconds < rank.iteration_seconds for run in (plain, split) for rank in run.ranks)
@@ -151,36 +138,3 @@ def test_a_schedule_with_whole_vocabulary_layers_is_traced_and_reported_alike(fo
     for report in reports(folders / "whole"):
         assert report["iterations"] == 3 and report["peak_microbatches_in_flight"] <= 2
         assert set(report["pass_milliseconds"]) == {"F", "B", "W"}
-
-
-CUT = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_layout": None,
-    "vocab_parallel": False,
-    "vocab_rows": None,
-}
-
-
-def _long_run(rank, world_size, folder, iterations):
-    from megatron_vp.mcore.reports import rank_report
-
-    rank_report.parallel_state.get_pipeline_model_parallel_rank = lambda: rank
-    report = rank_report.RankReport(
-        SimpleNamespace(rank_report=folder, log_interval=1, **CUT), {"run": "a", "schedule": "1f1b", "vocab": "none"}
-    )
-    with process_group(rank, world_size):
-        for microbatches in range(iterations):
-            recorder = Recorder(torch.device("cpu"))
-            with recorder.span(Run(Pass(PassKind.F, 0))):
-                pass
-            recorder.finish()
-            report.add(recorder, SimpleNamespace(microbatches=microbatches), [torch.nn.Linear(2, 3)], 1.0, 0)
-
-
-def test_the_report_of_a_long_run_holds_its_last_iterations(tmp_path):
-    run_ranks(1, _long_run, tmp_path, KEPT + 3)
-    report = json.loads((tmp_path / "rank_0.json").read_text())
-    times = report["pass_milliseconds_by_iteration"]
-    assert report["iterations"] == len(report["iteration_milliseconds"]) == len(times) == KEPT
-    assert report["pass_milliseconds"]["F"] == pytest.approx(sum(each["F"] for each in times))
-    assert (report["microbatches"], report["parameters"]) == (KEPT + 2, 9)
