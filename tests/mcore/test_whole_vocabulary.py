@@ -26,13 +26,11 @@ def look(rank, ranks, settings, chunks, tied, tensor):
     """What a rank has of the vocabulary before the view, inside and after it, and whether its rows were released."""
     import megatron_vp
     from megatron_vp.mcore import patch_table, patches
-    from megatron_vp.mcore.model import whole_vocabulary
 
     if settings is None:
         patches.apply(patch_table.patches_of("cpu platform"))
     else:
         megatron_vp.enable(**settings)
-    whole_vocabulary.BLOCK_BYTES = 3 * 4 * 64  # three rows, which divide no shard
     with process_group(rank, ranks):
         model = own_loop.start(ranks // tensor, chunks, tied, tensor)
         before, names = vocabulary_of(model), [name for part in model for name, _ in part.named_parameters()]

@@ -208,9 +208,9 @@ def _changing(change: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..
 
         @wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            change(bound.arguments)
-            return original(*bound.args, **bound.kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            change(given)
+            return original(**given)
 
         return call
 

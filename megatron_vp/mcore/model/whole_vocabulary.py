@@ -3,7 +3,7 @@
 Exporters, conversion tools and post-training frameworks expect one embedding on the first stage and one output layer on
 the last, each split only over that stage's tensor ranks. A chunk therefore keeps the vocabulary layers that Megatron
 built for it, but not their rows. The view puts these layers back in place of the shards, and fills them with the rows
-of all ranks, block by block.
+of all ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from torch import nn
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.settled import current
 from megatron_vp.runtime.groups import from_all, pipeline_device
-
-BLOCK_BYTES = 64 * 2**20
-"""The size in bytes of the blocks in which rows move between ranks."""
 
 MODEL = "vocabulary_parallel_model"
 """Attribute in which a chunk keeps its `RankModel`."""
@@ -116,8 +113,8 @@ def moved_rows(
     """Return the rows `wanted` of a weight [V, h] of which each rank of `group` holds a part, and whether the weight is
     trained. The call is collective over `group`.
 
-    The rows are broadcast block by block over the model-parallel group, whose connections training needs anyway. A
-    scatter or point-to-point messages would open further connections, which would stay open as long as the job runs.
+    Each part is broadcast over the model-parallel group, whose connections training needs anyway. A scatter or
+    point-to-point messages would open further connections, which would stay open as long as the job runs.
 
     Args:
         own_vh: this rank's part, which may be on another device than the pipeline's; None if it has none.
@@ -128,20 +125,16 @@ def moved_rows(
     own = None if own_vh is None else (start, *own_vh.shape, own_vh.dtype, own_vh.requires_grad)
     parts = from_all(own, group)
     _, _, width, dtype, trained = next(filter(None, parts))
-    rows = max(1, BLOCK_BYTES // (width * dtype.itemsize))
     wanted_vh = torch.empty(len(wanted), width, dtype=dtype, device=device)
     for root, part in enumerate(parts):
-        begin, count, *_ = part or (0, 0)
-        for first in range(begin, begin + count, rows):
-            last = min(first + rows, begin + count)
-            if root == rank:
-                block_kh = own_vh.detach()[first - begin : last - begin].to(device)
-            else:
-                block_kh = torch.empty(last - first, width, dtype=dtype, device=device)
-            dist.broadcast(block_kh, src=ranks[root], group=group)
-            low, high = max(first, wanted.start), min(last, wanted.stop)
-            if low < high:
-                wanted_vh[low - wanted.start : high - wanted.start] = block_kh[low - first : high - first]
+        if part is None:
+            continue
+        first, count, *_ = part
+        part_kh = own_vh.detach().to(device) if root == rank else torch.empty(count, width, dtype=dtype, device=device)
+        dist.broadcast(part_kh, src=ranks[root], group=group)
+        low, high = max(first, wanted.start), min(first + count, wanted.stop)
+        if low < high:
+            wanted_vh[low - wanted.start : high - wanted.start] = part_kh[low - first : high - first]
     return wanted_vh, trained
 
 
