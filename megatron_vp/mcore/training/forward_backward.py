@@ -22,7 +22,7 @@ from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.groups import pipeline_device
-from megatron_vp.runtime.iteration import LayerShards, unobserved
+from megatron_vp.runtime.iteration import unobserved
 from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
 from megatron_vp.schedule.lowering import lower
@@ -70,7 +70,7 @@ def forward_backward(
     timers, rank = config.timers, pipeline.groups.rank
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    schedule, lowered = _programs(built, shards, num_microbatches, gradients, shapes)
+    schedule, lowered = _programs(built, num_microbatches, gradients, shapes)
     megatron = MegatronModel(
         chunks,
         forward_step_func,
@@ -158,7 +158,7 @@ def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: i
 
 
 def _programs(
-    built: RankModel, shards: LayerShards | None, microbatches: int, gradients: bool, shapes: Shapes
+    built: RankModel, microbatches: int, gradients: bool, shapes: Shapes
 ) -> tuple[Schedule, tuple[Program, ...]]:
     job, chunks = built.job, len(built.chunks)
     request = ScheduleRequest.of(
@@ -168,7 +168,7 @@ def _programs(
         method=job.settings.family.method(job.method),
         chunks=chunks,
         costs=job.order,
-        vocab_ranks=shards.shards.holders if shards else None,
+        vocab_ranks=built.rows.holders if built.rows else None,
         forward_only=not gradients,
         offload_chunks=job.settings.offload_chunks(chunks),
     )
@@ -222,7 +222,7 @@ def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_cuda_graph_input_data(self: Any) -> Any:
         built = _model(self.model, True)
         shapes = _shapes(built, built.groups.cp.size(), self.seq_length, self.micro_batch_size, True)
-        schedule, _ = _programs(built, built.layer_shards(trains=True), get_num_microbatches(), True, shapes)
+        schedule, _ = _programs(built, get_num_microbatches(), True, shapes)
         order = graph_order(schedule, built.pipeline.groups.rank)
         with mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order):
             return original(self)
