@@ -101,9 +101,11 @@ def count_storages(rank, world_size, arguments):
     moved, stayed, close = [], [], SavedForward.close
 
     def counting(self, leaf):
+        saved = [*self._by_storage.values()]
         close(self, leaf)
         moved.append(sum(self.sizes))
-        stayed.extend(storage.bytes.numel() for storage in self.staying)
+        staying = (each.bytes for each in saved if each not in self.moving)
+        stayed.extend(each.numel() for each in staying if each.untyped_storage().nbytes())
 
     with mock.patch.object(SavedForward, "close", counting):
         train_case(rank, world_size, arguments)
