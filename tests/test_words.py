@@ -25,9 +25,6 @@ HABITS = {
     "documents that are not here": r"\bthe design\b|\bearlier version\b|\brung \d",
 }
 
-CEILINGS: dict[str, int] = {}
-"""Lines of the package that may have one; none of the others. Lower a number when you mend lines; never raise it."""
-
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PACKAGE = [*sorted(ROOT.glob("megatron_vp/**/*.py")), ROOT / "pretrain_gpt_vp.py"]
 
@@ -42,27 +39,5 @@ def lines_with(habit, paths):
 
 
 @pytest.mark.parametrize("habit", HABITS)
-def test_pages_are_free_of_it(habit):
-    assert lines_with(habit, PAGES) == []
-
-
-@pytest.mark.parametrize("habit", HABITS)
-def test_it_becomes_ever_rarer_in_the_package(habit):
-    found = lines_with(habit, PACKAGE)
-    listed, allowed = "\n".join(found), CEILINGS.get(habit, 0)
-    assert len(found) <= allowed, f"{len(found)} lines have {habit}, {allowed} are allowed:\n{listed}"
-    assert len(found) == allowed, f"only {len(found)} lines have {habit}: lower the ceiling"
-
-
-def test_the_patterns_find_what_they_are_for():
-    examples = {
-        '"is no X" for "is not an X"': ("'x' is no coefficient", "there is no folder"),
-        '"beside" for "next to"': ("a thread beside it", "besides"),
-        '"a rank" for "per rank"': ("one instruction a rank", "a rank holds a chunk"),
-        "words that nobody says": ("and so does the other", "something"),
-        "nobody and whoever": ("a pipe that nobody reads", "no reader"),
-        "documents that are not here": ("the table in the design", "designs"),
-    }
-    assert set(examples) == set(HABITS)
-    for habit, (bad, good) in examples.items():
-        assert re.search(HABITS[habit], bad) and not re.search(HABITS[habit], good)
+def test_pages_and_package_are_free_of_it(habit):
+    assert lines_with(habit, [*PAGES, *PACKAGE]) == []

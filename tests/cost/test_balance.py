@@ -15,7 +15,6 @@ from megatron_vp.cost.planning.balanced import (
     EVEN_BAND,
     _Search,
     balanced,
-    most_rows,
     unit_of_rows,
 )
 from megatron_vp.cost.planning.candidates import balanced_layers
@@ -141,15 +140,6 @@ def test_even_shards_stay_where_they_are_good_enough(monkeypatch):
     assert assigned < even / (1 + EVEN_BAND)
 
 
-def test_on_cpu_cores_rows_are_moved_only_where_layers_are_uneven():
-    plan, cpu = Plan(vocab=TWO), find_hardware("cpu")
-    even = replace(JOB, model=replace(MODEL, layers=8))
-    assert balanced(even, plan, cpu).rows is None and balanced(even, plan, cpu).layers is None
-    assert balanced(JOB, plan, cpu).rows is not None
-    assert balanced(JOB, plan, cpu, memory_limit=1.0) == balanced(JOB, plan, cpu), "memory is the machine's"
-    assert most_rows(JOB, replace(plan, layers=(1, 2, 2, 2)), cpu, 1e12) is None
-
-
 def test_rows_leave_ranks_that_are_full():
     job = replace(JOB, model=replace(MODEL, layers=8), micro_batch=8)
     even = predict(job, Plan(vocab=TWO), H100)
@@ -162,16 +152,6 @@ def test_rows_leave_ranks_that_are_full():
     assert max(rank.total for rank in assigned.memory) <= limit
     # Where nothing fits, the limit is left aside.
     assert balanced(job, Plan(vocab=TWO), H100, memory_limit=1e9).rows is None
-
-
-@pytest.mark.parametrize(
-    ("vocab", "tensor", "unit"), [(131072, 1, 128), (131072, 4, 512), (16384, 1, 128), (4096, 1, 64)]
-)
-def test_shards_are_multiples_that_kernels_like(vocab, tensor, unit):
-    job = replace(JOB, model=replace(MODEL, vocab=vocab), tensor=tensor)
-    assert unit_of_rows(vocab, 4, tensor) == unit
-    found = balanced(job, Plan(vocab=TWO), H100)
-    assert found.rows is None or all(rows % unit == 0 for rows in found.rows)
 
 
 def test_what_is_left_of_the_vocabulary_goes_to_the_last_holder():

@@ -4,24 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.hardware.constants import CALIBRATED
 from megatron_vp.cost.hardware.gpus import HARDWARE, find_hardware
 from megatron_vp.cost.layers.flops import model_flops, paper_flops
-from megatron_vp.cost.layers.layer_operations import layer_flops, layer_weights
+from megatron_vp.cost.layers.layer_operations import layer_flops, layer_weights, operations
 from megatron_vp.cost.layers.layouts import equal_layers, redistributed_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Recompute
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.ranks.communication import (
-    LATENCY,
-    NETWORK_LATENCY,
-    CommunicationModel,
-)
 from megatron_vp.cost.ranks.layer_memory import layer_activations
+from megatron_vp.cost.ranks.pass_times import attention_times
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Channel, Placement
+from megatron_vp.jobs.layer_kind import LayerKind
+from megatron_vp.schedule import Placement
 from megatron_vp.vocab.shards import VocabShards
-
-A100 = replace(HARDWARE["a100"], rates=None)  # the paper's code
 
 
 def gpt(**changes):
@@ -116,35 +110,42 @@ def test_what_cannot_be_split_is_one_line():
     assert find_hardware("H100").peak_flops == 989.4e12 and find_hardware("mi300") is HARDWARE["mi300x"]
 
 
-def test_messages_take_the_wires_between_their_ranks():
-    # Four GPUs a stage: ranks 0 and 1 share a node of eight, rank 2 is on the next.
-    communication = CommunicationModel(job(pipeline=3, tensor=4, sequence_parallel=True), A100)
-    count = 2 * 2048 * 3072 / 4
-    near, far = LATENCY + count / (0.7 * 300e9), NETWORK_LATENCY + count / (25e9 * CALIBRATED.network)
-    forward, back = Channel.ACTIVATION, Channel.GRADIENT
-    assert communication.messages(Placement.round_robin(3)) == pytest.approx(
-        {(0, 1, forward): near, (1, 0, back): near, (1, 2, forward): far, (2, 1, back): far}
-    )
-    assert CommunicationModel(job(pipeline=2, tensor=4, context=2), A100).node(1) == 1
-    assert set(communication.messages(Placement.v_shape(2))) == {
-        (0, 1, forward),
-        (1, 0, back),
-        (1, 0, forward),
-        (0, 1, back),
-    }
+H100 = HARDWARE["h100"]
+MODEL = ModelShape(layers=8, hidden=2048, heads=16, ffn=8192, vocab=1000)
+PUBLISHED = {  # arXiv 2407.08608, heads of 128, causal forward, TFLOP/s: cuDNN 9, FlashAttention 3, FlashAttention 2
+    2048: (484, 521, 298),
+    4096: (518, 579, 319),
+    8192: (529, 602, 333),
+    16384: (539, 616, 335),
+}
 
 
-def test_a_collective_between_nodes_crosses_the_network_once_per_node():
-    communication = CommunicationModel(job(pipeline=32), A100)
-    assert communication.nodes_of(range(communication.job.pipeline)) == 4
-    assert communication.hops(32, 4) == pytest.approx(28 * LATENCY + 4 * NETWORK_LATENCY)
-    assert communication.hops(8, 1) == pytest.approx(8 * LATENCY)
-    network = 25e9 * CALIBRATED.network
-    # Each of k nodes sends (k - 1) / k of the bytes on and as many back, whatever the number of its ranks.
-    for ranks, nodes, share in ((16, 2, 1 / 2), (24, 3, 2 / 3), (32, 4, 3 / 4), (4, 4, 3 / 4), (2, 4, 1 / 2)):
-        took = communication.all_reduce(8e9, ranks, nodes)
-        assert took == pytest.approx(2 * (communication.hops(ranks, nodes) + share * 8e9 / network))
-        assert communication.broadcast(8e9, ranks, nodes) == pytest.approx(
-            communication.hops(ranks, nodes) + 8e9 / network
-        )
-    assert communication.hops(2, 4) == pytest.approx(2 * NETWORK_LATENCY)
+def attention_job(sequence=4096, model=MODEL, **changes):
+    return Job(model, sequence, 1, microbatches=1, pipeline=1, layers=LayerKind.ENGINE, **changes)
+
+
+def attention_flops(one):
+    return sum(op.scores for op in operations(one))
+
+
+def times(one, hardware=H100):
+    return attention_times(one, hardware, attention_flops(one))
+
+
+@pytest.mark.parametrize("sequence", PUBLISHED)
+def test_rates_are_published_ones(sequence):
+    newest, old = attention_job(sequence), attention_job(sequence, flash_attention_2=1.0)
+    flops = attention_flops(newest) / 2
+    cudnn, third, second = PUBLISHED[sequence]
+    assert flops / times(newest)[0] / 1e12 == pytest.approx((cudnn + third) / 2, rel=0.03)
+    assert flops / times(old)[0] / 1e12 == pytest.approx(second, rel=0.04)
+    assert times(old)[1] > 1.5 * times(newest)[1]
+    either = times(attention_job(sequence, flash_attention_2=0.5))
+    for each, one, other in zip(either, times(old), times(newest), strict=True):
+        assert each == pytest.approx((one + other) / 2)
+
+
+def test_narrow_heads_are_slower():
+    """Published at 16384: 497 for heads of 64, 648 of 128, no mask."""
+    narrow = replace(MODEL, heads=32, head_size=64)
+    assert times(attention_job(16384))[0] / times(attention_job(16384, narrow))[0] == pytest.approx(497 / 648, rel=0.05)

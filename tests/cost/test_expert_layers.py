@@ -1,13 +1,18 @@
-"""Test which layers have experts, and the cost of latent attention, shared experts and dense layers."""
+"""Test which layers have experts, and what experts, latent attention and linear attention add to a layer."""
 
 from __future__ import annotations
 
 import pytest
 
+from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.job_sizes import expert_layers, job_of
-from megatron_vp.cost.layers.layer_operations import layer_weights
+from megatron_vp.cost.layers.layer_operations import distinct, layer_weights, operations
 from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
+from megatron_vp.cost.layers.shapes import Delta, Job, ModelShape
+from megatron_vp.cost.ranks.layer_memory import layer_memory
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.jobs.layout_text import layers_in
 
 DEEPSEEK_V3 = {
@@ -74,3 +79,71 @@ def test_a_prediction_head_is_on_the_stage_of_the_layout(layout, counts):
     parallel = {"pipeline_model_parallel_size": 3, "micro_batch_size": 1, "global_batch_size": 3}
     job = job_of({**sizes, **parallel, "mtp_num_layers": 1, "pipeline_model_parallel_layout": layout})
     assert [sum(stage.values()) for stage in stage_layers(job, layers_in(layout))] == counts
+
+
+ROUTED = ModelShape(8, 2048, 16, 1024, 1000, gated=True, experts=16, experts_per_token=4)
+
+
+def job(model=ROUTED, **changes):
+    sizes = {"sequence": 4096, "micro_batch": 1, "microbatches": 1, "pipeline": 1, "layers": LayerKind.ENGINE}
+    return Job(model, **sizes | changes)
+
+
+def test_a_token_goes_to_as_many_places_as_its_experts_fall_into():
+    assert distinct(1, 4) == 1 / 4 and distinct(10**6, 4) == pytest.approx(1, rel=1e-5)
+    assert distinct(2, 2) == (1 + 1 / 2) / 2  # two places in one case of two
+
+
+def test_a_dispatcher_that_is_not_said_is_the_flexible_one_between_nodes():
+    sizes = [(8, 1), (16, 1), (4, 2), (8, 2)]
+    found = [job(data=64, tensor=t, expert=e, dispatcher="").is_flexible for e, t in sizes]
+    assert found == [False, True, False, True]
+    assert not job(data=64, expert=16).is_flexible
+    assert job(data=64, expert=8, dispatcher="flex").is_flexible
+
+
+H, S = 2048, 4096
+
+
+def test_capacity_factors_change_what_experts_compute_and_keep():
+    values = {"num_layers": 8, "hidden_size": H, "num_attention_heads": 16, "vocab_size": 1000, "seq_length": S}
+    values |= {
+        "micro_batch_size": 1,
+        "num_experts": 16,
+        "moe_router_topk": 4,
+        "moe_ffn_hidden_size": 1024,
+        "bf16": True,
+    }
+    plain, dropped, padded, roomy, paged = (
+        job_of(values | more)
+        for more in (
+            {},
+            {"moe_expert_capacity_factor": 0.5},
+            {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+            {"moe_expert_rank_capacity_factor": 1.5},
+            {"moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash": True},
+        )
+    )
+
+    def up(one):
+        return next(op for op in operations(one) if op.name == "up")
+
+    assert [up(each).matrix.tokens / up(plain).matrix.tokens for each in (dropped, padded, roomy)] == [0.5, 1.5, 1]
+    assert [sum(up(each).keeps) / sum(up(plain).keeps) for each in (dropped, padded, roomy)] == [0.5, 1.5, 1.5]
+    assert sum(up(paged).keeps) == pytest.approx(1.1 * sum(up(plain).keeps))
+    assert PassTimes(paged, HARDWARE["h100"]).layer().F > PassTimes(roomy, HARDWARE["h100"]).layer().F
+
+
+def test_gated_delta_nets_replace_attention_in_some_layers():
+    values = {"num_layers": 8, "hidden_size": H, "num_attention_heads": 16, "vocab_size": 1000, "seq_length": S}
+    values |= {"micro_batch_size": 1, "bf16": True, "pipeline_model_parallel_size": 2}
+    mixed = job_of(values | {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4})
+    assert mixed.model.pattern == "gggtgggt" and mixed.model.delta == Delta(16, 32, 128, 128, 4)
+    assert not mixed.model.is_hybrid
+    weights = H * (4 * 16 * 128 + 2 * 32 * 128 - 2 * 16 * 128 + 2 * 32) + 4 * (2 * 16 * 128 + 32 * 128) + 32 * 128 * H
+    assert layer_weights(mixed, "G") == weights + 2 * H
+    memory = layer_memory(mixed, False, "g")
+    assert (
+        memory.kept > 0
+        and PassTimes(mixed, HARDWARE["h100"]).layer("g").F < PassTimes(mixed, HARDWARE["h100"]).layer("t").F * 1.5
+    )

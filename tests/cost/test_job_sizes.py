@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.cost.layers.job_sizes import job_of
-from megatron_vp.cost.paper.published import jobs
+from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape
+from megatron_vp.cost.planning.layer_division import divided
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
+from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
+from megatron_vp.jobs.virtual_stages import ENDS, chunks_asked
 from megatron_vp.jobs.yaml_files import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
+from megatron_vp.schedule import Placement
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODELS = sorted(path for path in CONFIGS.glob("*.yaml") if path.stem != "quickstart")
@@ -34,35 +39,16 @@ def test_defaults_are_megatrons(path):
     assert job_of(leaves, 4 * written.gpus).data == 4 * written.data
 
 
-def test_the_papers_models_are_the_tables():
-    for cell, job in jobs().items():
-        if cell.vocab_k == 32 and cell.sequence == 2048 and cell.table == 5 and cell.method == "baseline":
-            name = {8: "gpt_4b", 16: "gpt_10b", 32: "gpt_21b"}[cell.gpus]
-            leaves = {leaf.key: leaf.value for leaf in read_leaves([CONFIGS / f"{name}.yaml"])}
-            found = job_of({**leaves, "vocab_size": 32000, "fp16": True, "bf16": False})
-            assert (found.microbatches, found.pipeline, found.model.ffn) == (128, job.pipeline, job.model.ffn)
-            assert (found.model.layers, found.model.hidden, found.model.vocab) == (
-                *(job.model.layers, job.model.hidden),
-                job.model.vocab,
-            )
-
-
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         (
             {"hidden_size": None},
-            "hidden_size is missing: give a configuration, as in .* or flags such as --hidden-size N",
+            "hidden_size is missing: give a configuration, as in .* or flags such as --hidden-size",
         ),
-        (
-            {"num_layers": None, "seq_length": None},
-            "seq_length, num_layers are missing: give a configuration, as in",
-        ),
+        ({"num_layers": None, "seq_length": None}, "seq_length, num_layers are missing: give a configuration, as in"),
         ({"pipeline_model_parallel_size": 3}, "8 ranks cannot be divided into replicas of 3"),
-        (
-            {"global_batch_size": 24},
-            "--global-batch-size 24 is not a multiple of --micro-batch-size 2 times the data-parallel size 8",
-        ),
+        ({"global_batch_size": 24}, "size 24 is not a multiple of --micro-batch-size 2 times the data-parallel size 8"),
     ],
 )
 def test_bad_sizes_are_one_line(changes, line):
@@ -169,3 +155,40 @@ def test_gradients_are_as_wide_as_the_flags_say():
     narrow = [{"grad_reduce_in_bf16": True}, {"main_grads_dtype": "bf16"}, {"main_grads_dtype": "torch.bfloat16"}]
     assert [job_of(bf16 | each).wide_gradients for each in ({}, *narrow)] == [True, False, False, False]
     assert not job_of(TINY | {"fp16": True}).wide_gradients
+
+
+MODEL = ModelShape(layers=6, hidden=64, heads=4, ffn=256, vocab=512)
+JOB = Job(MODEL, sequence=64, micro_batch=1, microbatches=4, pipeline=3)
+
+
+@pytest.mark.parametrize(
+    ("placement", "layers", "may_be_empty", "extra", "found"),
+    [
+        (Placement.round_robin(4), 7, (), None, (1, 2, 2, 2)),
+        (Placement.round_robin(4, 2), 12, (), None, (2, 1, 2, 1, 1, 2, 1, 2)),
+        (Placement.v_shape(2), 6, (), None, (2, 1, 2, 1)),
+        (Placement.round_robin(2, 2), 6, (0, 3), None, (1, 2, 2, 1)),
+        (Placement.round_robin(3), 7, (0, 2), [0.5, 0.0, 2.2], (3, 3, 1)),
+    ],
+)
+def test_layers_that_do_not_divide_are_shared_out(placement, layers, may_be_empty, extra, found):
+    assert divided([1.0] * layers, placement, extra, may_be_empty) == found
+
+
+def test_heads_are_no_layers_of_a_stage_but_of_the_model():
+    layout = "Ett|tt|m|L"
+    assert layers_in(layout) == (2, 2, 0, 0) and stages_behind_mtp(layout) == 1
+    model = replace(MODEL, mtp_heads=("t",), behind_mtp=1)
+    assert model_layers(replace(JOB, model=model)) == {"t": 7, "m": 1}
+    found = stage_layers(replace(JOB, model=model), (2, 2, 2))
+    assert [stage["t"] for stage in found] == [2, 3, 2]
+
+
+def test_layers_in_16_bits_are_counted_from_the_ends_of_the_model():
+    job = replace(JOB, fp8=Fp8Recipe.TENSORWISE, bf16_at_start=1, bf16_at_end=3)
+    assert [stage["t'"] for stage in stage_layers(job, (2, 2, 2))] == [1, 1, 2]
+
+
+def test_vocabulary_layers_that_count_as_layers_count_for_the_number_of_chunks():
+    job = {"num_layers": 14, "pipeline_model_parallel_size": 4, "num_layers_per_virtual_pipeline_stage": 2}
+    assert chunks_asked(job) == 1 and chunks_asked(job | dict.fromkeys(ENDS, True)) == 2

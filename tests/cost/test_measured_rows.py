@@ -93,14 +93,9 @@ def times(folder, rank, edit):
     change(folder, rank, pass_milliseconds_by_iteration=iterations)
 
 
-def of_both(folder, **changes):
+def of_all(folder, **changes):
     for rank in range(4):
         change(folder, rank, **changes)
-
-
-def cut(folder, rank):
-    path = folder / f"rank_{rank}.json"
-    path.write_text(path.read_text()[:-40])
 
 
 def fewer(folder, rank, count):
@@ -109,97 +104,47 @@ def fewer(folder, rank, count):
     change(folder, rank, **{name: document[name][:count] for name in names})
 
 
-DAMAGED = {
-    "cut off": (lambda f: cut(f, 2), "rank_2.json is truncated, or is not a file that --rank-report"),
-    "a list": (lambda f: (f / "rank_0.json").write_text("[]"), "rank_0.json is truncated, or is not a file"),
-    "empty": (
-        lambda f: (f / "rank_1.json").write_text("{}"),
-        "rank_1.json is truncated, or is not a file that --rank-report",
-    ),
-    "not a number": (
-        lambda f: times(f, 1, lambda t: t.update(F=math.nan)),
-        "rank_1.json is truncated, or is not a file that --rank-report",
-    ),
-    "infinite": (
-        lambda f: times(f, 3, lambda t: t.update(S=math.inf)),
-        "rank_3.json is truncated, or is not a file that --rank-report",
-    ),
-    "negative": (
-        lambda f: times(f, 0, lambda t: t.update(F=-4.0)),
-        "rank_0.json is truncated, or is not a file that --rank-report",
-    ),
-    "text": (
-        lambda f: times(f, 0, lambda t: t.update(B="8")),
-        "rank_0.json is truncated, or is not a file that --rank-report",
-    ),
+OTHER_FILE = r"rank_\d.json is truncated, or is not a file that --rank-report"
+WRONG = {
+    "a list": (lambda f: (f / "rank_0.json").write_text("[]"), OTHER_FILE),
+    "not a number": (lambda f: times(f, 1, lambda t: t.update(F=math.nan)), OTHER_FILE),
+    "negative": (lambda f: times(f, 0, lambda t: t.update(F=-4.0)), OTHER_FILE),
+    "text": (lambda f: times(f, 0, lambda t: t.update(B="8")), OTHER_FILE),
+    "no microbatches": (lambda f: change(f, 1, microbatches_by_iteration=[0] * 7), OTHER_FILE),
+    "counts and times": (lambda f: change(f, 1, microbatches_by_iteration=[5] * 6), OTHER_FILE),
     "no forwards": (
         lambda f: times(f, 0, lambda t: t.pop("F")),
-        "rank_0.json has an iteration without times of F passes",
+        "rank_0.json has an iteration without times of F pass",
     ),
     "no time": (
         lambda f: times(f, 0, lambda t: t.update(T=0.0)),
-        "rank_0.json has an iteration without times of T passes",
+        "rank_0.json has an iteration without times of T pass",
     ),
-    "no vocabulary passes": (
-        lambda f: [times(f, r, lambda t: [t.pop("S"), t.pop("T")]) for r in range(4)],
-        "an iteration without times of S passes",
-    ),
-    "no microbatches": (
-        lambda f: change(f, 1, microbatches_by_iteration=[0] * 7),
-        "rank_1.json is truncated, or is not a file that --rank-report",
-    ),
-    "counts and times": (
-        lambda f: change(f, 1, microbatches_by_iteration=[5] * 6),
-        "rank_1.json is truncated, or is not a file that --rank-report",
-    ),
-    "rows": (lambda f: of_both(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "not add up to the vocabulary size 131"),
-    "negative rows": (
-        lambda f: of_both(f, vocab_rows=[VOCAB + 8, -8, 0, 0]),
-        "not add up to the vocabulary size 131",
-    ),
-    "without sizes": (lambda f: of_both(f, sizes={}), "not add up to the vocabulary size None"),
-    "without rows": (lambda f: of_both(f, vocab_rows=None), "is from a run without vocabulary shards"),
-    "much slower": (
-        lambda f: times(f, 1, lambda t: t.update(B=1e5)),
-        "the rank that wrote .*rank_1.json took [0-9.]+ times as long",
-    ),
-}
-MIXED = {
+    "rows": (lambda f: of_all(f, vocab_rows=[VOCAB // 4] * 3 + [8]), "not add up to the vocabulary size 131"),
+    "negative rows": (lambda f: of_all(f, vocab_rows=[VOCAB + 8, -8, 0, 0]), "not add up to the vocabulary size 131"),
+    "without rows": (lambda f: of_all(f, vocab_rows=None), "is from a run without vocabulary shards"),
+    "much slower": (lambda f: times(f, 1, lambda t: t.update(B=1e5)), "rank_1.json took [0-9.]+ times as long"),
     "runs": (lambda f: change(f, 2, run="another"), "contains files of different runs"),
     "schedules": (lambda f: change(f, 1, schedule="v-half"), "contains files of different runs"),
-    "methods": (lambda f: change(f, 3, vocab="vocab-1"), "contains files of different runs"),
-    "rows": (lambda f: change(f, 1, vocab_rows=[VOCAB, 0, 0, 0]), "contains files of different runs"),
-    "one rank twice": (lambda f: change(f, 3, pipeline_rank=2), r"4 files, of ranks \[0, 1, 2\]"),
     "a rank is missing": (
         lambda f: (f / "rank_3.json").unlink(),
-        r"3 files, of ranks \[0, 1, 2\], but the run has ranks 0 to 3",
+        r"3 files, of ranks \[0, 1, 2\], but .* 0 to 3",
     ),
-    "another length": (lambda f: fewer(f, 1, 3), "has 2 measured iterations, but at least 5 are needed"),
     "too short": (lambda f: [fewer(f, r, 5) for r in range(4)], "has 4 measured iterations, but at least 5 are needed"),
     "no file": (lambda f: [path.unlink() for path in f.iterdir()], r"contains no rank_\*.json"),
-}
-FOREIGN = {
-    "schedule": (lambda f: of_both(f, schedule="v-half"), "--pipeline-schedule v-half, but this job has 1f1b"),
-    "method": (lambda f: of_both(f, vocab="vocab-1"), "--vocab-parallel-algorithm vocab-1, but this job has vocab-2"),
-    "layers": (lambda f: of_both(f, sizes=SIZES | {"num_layers": 16}), "--num-layers 16, but this job has 12"),
-    "hidden": (lambda f: of_both(f, sizes=SIZES | {"hidden_size": 32}), "--hidden-size 32, but this job has 64"),
-    "tensor ranks": (lambda f: of_both(f, tensor=2), "a run with 2 tensor ranks, but this job has 1"),
+    "another schedule": (lambda f: of_all(f, schedule="v-half"), "--pipeline-schedule v-half, but this job has 1f1b"),
+    "method": (lambda f: of_all(f, vocab="vocab-1"), "--vocab-parallel-algorithm vocab-1, but this job has vocab-2"),
+    "layers": (lambda f: of_all(f, sizes=SIZES | {"num_layers": 16}), "--num-layers 16, but this job has 12"),
+    "tensor ranks": (lambda f: of_all(f, tensor=2), "a run with 2 tensor ranks, but this job has 1"),
     "pipeline ranks": (lambda f: reports(f, 8, sizes=SIZES), "a run with 8 pipeline ranks, but this job has 4"),
-    "vocabulary": (
-        lambda f: of_both(f, vocab_rows=[8192] * 4, sizes=SIZES | {"padded_vocab_size": 32768}),
-        "a run with 32768 vocabulary rows, but this job has 131072",
-    ),
 }
-WRONG = [
-    (kind, name) for kind, cases in (("DAMAGED", DAMAGED), ("MIXED", MIXED), ("FOREIGN", FOREIGN)) for name in cases
-]
 
 
-@pytest.mark.parametrize(("kind", "name"), WRONG)
-def test_reports_that_are_no_measurement_of_this_job_are_refused_by_name(tmp_path, kind, name):
+@pytest.mark.parametrize("name", WRONG)
+def test_reports_that_are_no_measurement_of_this_job_are_refused_by_name(tmp_path, name):
     reports(tmp_path, sizes=SIZES)
     assert next_rows(tmp_path, JOB, lambda partition: None).rows
-    spoil, said = globals()[kind][name]
+    spoil, said = WRONG[name]
     spoil(tmp_path)
     with pytest.raises(UserError, match=said) as refused:
         next_rows(tmp_path, JOB, lambda partition: None)
@@ -208,10 +153,6 @@ def test_reports_that_are_no_measurement_of_this_job_are_refused_by_name(tmp_pat
 
 
 REAL = sorted(path.name for path in (Path(__file__).parent / "measured_runs").iterdir())
-
-
-def test_there_are_measurements_of_real_runs():
-    assert len(REAL) == 8
 
 
 @pytest.mark.parametrize("name", REAL)

@@ -6,19 +6,13 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import offloading
 from megatron_vp.cost.planning.offloading import fullest_node
 from megatron_vp.cost.planning.predict import has_one_queue, predict
-from megatron_vp.cost.planning.stage_costs import copy_seconds, order_costs
-from megatron_vp.cost.ranks.layer_memory import layer_activations, small_activations
-from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Pass, PassCosts, Simulator, generate
-from megatron_vp.schedule.ledger import peak
-from megatron_vp.schedule.pass_kinds import Held
 from tests.cost.small_job import run
 
 H200 = HARDWARE["h200"]
@@ -26,47 +20,6 @@ MODEL = ModelShape(layers=32, hidden=4096, heads=32, ffn=16384, vocab=32000)
 # A sequence so long that none of its tensors is too small to leave.
 JOB = Job(MODEL, sequence=8192, micro_batch=1, microbatches=32, pipeline=8, layers=LayerKind.ENGINE)
 PO = Plan("po", chunks=4)
-
-
-def memory_of(job, schedule):
-    return MemoryModel(job, schedule, equal_layers(job, schedule.placement.stages), H200)
-
-
-@pytest.mark.parametrize("method", ["none", "vocab-2"])
-def test_device_memory_falls_as_the_ledger_says(method):
-    costs = PassCosts(other={"copy": 0.75})
-    plain = generate("po", 8, 32, chunks=4, vocab=method, costs=costs)
-    before, whole = memory_of(JOB, plain), 4 * layer_activations(JOB)
-    for chunks, share in ((2, 0.5), (4, 0.2)):
-        moved = generate("po", 8, 32, chunks=4, vocab=method, costs=costs, offload_chunks=chunks)
-        after = memory_of(JOB, moved)
-        for rank in range(8):
-            levels = [peak(each.ranks[rank], Held.ACTIVATIONS) / 4 for each in (plain, moved)]
-            fell = before.rank(rank).activations - after.rank(rank).activations
-            # The same pass need not be the fullest one in both.
-            stays = small_activations(JOB) * 4 * peak(moved.ranks[rank], Held.HOST_ACTIVATIONS) / 4
-            assert fell == pytest.approx((levels[0] - levels[1]) * whole - stays, rel=0.03)
-            assert levels[1] < share * levels[0] or rank
-            assert after.rank(rank).fragments < before.rank(rank).fragments
-
-
-def test_copies_take_their_bytes_over_the_bandwidth_and_passes_are_ordered_for_them():
-    schedule = generate("po", 8, 1, chunks=4)
-    slow = replace(H200, host=replace(H200.host, back=H200.host.back / 2))
-    found = copy_seconds(MemoryModel(JOB, schedule, equal_layers(JOB, 32), slow))
-    moved = memory_of(JOB, schedule).offloaded(3)[3]
-    assert found[True, 3, 0] == moved / 50e9 and found[False, 3, 0] == moved / 25e9
-    assert len(found) == 2 * 8 * 4
-    plain, off = (order_costs(JOB, replace(PO, offload_chunks=chunks), H200) for chunks in (0, 2))
-    assert not plain.other and replace(off, other={}) == plain
-    work = off.F + off.B + off.W  # of a rank: hundredths
-    assert work == pytest.approx(100, abs=1.5)
-    timeline = predict(JOB, replace(PO, offload_chunks=2), H200).timeline
-    seconds = timeline.busy[0] / JOB.microbatches
-    assert off.other["copy"] == pytest.approx(100 * 4 * moved / 50e9 / seconds, rel=0.1)
-    uneven = order_costs(JOB, replace(PO, layers=(0, *[1] * 30, 2), offload_chunks=2), H200)
-    assert uneven.copies[True, 3, 0] == pytest.approx(off.other["copy"] / 4, rel=0.05)
-    assert uneven.copies[True, 0, 0] == 0
 
 
 ONE_RANK = generate("interleaved", 1, 2, chunks=2)

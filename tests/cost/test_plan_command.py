@@ -3,12 +3,11 @@
 import json
 import os
 import shlex
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
+from megatron_vp.cli.planning import Request, read_cluster
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_plan import plan_of, settings_of
 from megatron_vp.cost.layers.job_sizes import job_of
@@ -19,11 +18,10 @@ from megatron_vp.cost.planning.search import Search
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.jobs.layout_text import layers_in, layout_of
-from megatron_vp.jobs.settings import flags_of, yaml_of
+from megatron_vp.jobs.settings import yaml_of
 from megatron_vp.jobs.virtual_stages import ENDS
 from megatron_vp.schedule import VocabMethod
-from tests.cost.measured_folders import write_reports
-from tests.cost.small_job import CONFIGS, SMALL, run
+from tests.cost.small_job import CONFIGS, run
 
 
 def test_the_configuration_gives_the_job_and_flags_win(small):
@@ -87,45 +85,6 @@ def test_simulate_takes_the_shards_that_training_takes(small, tmp_path):
     assert given["layers"] == [1, 4, 4, 1] and given["vocab_rows"][1:3] == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--vocab-shards", "100096,0,0"], "gives rows for 3 pipeline ranks, but the pipeline has 4"),
-        (["--vocab-shards", "100000,0,0,0"], "the padded vocabulary has 100096: add 96"),
-        (["--vocab-shards", "most"], "cannot be parsed"),
-        (["--vocab-shards", "measured:nowhere"], "nowhere contains no rank_*.json"),
-        (["--vocab-shards", "100096,0,0,0", "--pipeline-schedule", "interlaced"], "use --vocab-shards even"),
-    ],
-)
-def test_shards_that_training_refuses_are_refused(small, flags, words):
-    error = run("simulate", small, "--vocab-parallel", *flags).exception
-    assert isinstance(error, UserError) and words in str(error)
-
-
-def test_shards_of_a_vocabulary_that_is_not_split_are_refused(small):
-    error = run("simulate", small, "--vocab-shards", "even").exception
-    assert isinstance(error, UserError) and "--vocab-shards even has no effect without --vocab-parallel" in str(error)
-
-
-PASSES = {"F": 4.0, "B": 8.0, "S": 1.0, "T": 1.0}
-
-
-def test_rows_are_chosen_from_a_measured_run(small, tmp_path, evaluations):
-    times = [{kind: took * (1.1 if rank == 2 else 1.0) for kind, took in PASSES.items()} for rank in range(4)]
-    folder = write_reports(
-        tmp_path / "report", times, [25024] * 4, sizes={"num_layers": 8, "padded_vocab_size": 100096}
-    )
-    job = [small, "--vocab-parallel", "--vocab-shards", f"measured:{folder}"]
-    rows = json.loads(run("simulate", *job, "--format", "json").stdout)["plan"]["vocab_rows"]
-    assert sum(rows) == 100096 and rows[2] == min(rows) < 20000
-    said = "a run with --num-layers 8, but this job has 12"
-    error = run("simulate", *job, "--num-layers", "12").exception
-    assert isinstance(error, UserError) and said in str(error)
-    assert f"the job as given cannot run: --vocab-shards measured:{folder} is from {said}" in run(
-        "plan", *job, "--num-layers", "12"
-    ).stdout.replace("\n", " ")
-
-
 def test_layouts_read_back():
     assert layers_in("Et*5|(t*5|)*5t*6|t*6L") == (5, 5, 5, 5, 5, 5, 6, 6)
     assert layers_in("E|tt|t*3|L") == (0, 2, 3, 0)
@@ -168,12 +127,6 @@ def test_what_a_job_leaves_open_is_said(small):
     near = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--nodes", "1", "--format", "json"]
     (alone,) = json.loads(run("simulate", small, *near).stdout)["assumed"]
     assert "--moe-token-dispatcher-type is alltoall" in alone
-
-
-def test_an_argument_in_two_sections_is_refused_as_in_training(small):
-    small.write_text(SMALL + "again:\n  num_layers: 4\n")
-    error = run("simulate", small).exception
-    assert isinstance(error, UserError) and "'num_layers' in section 'again' is also set" in str(error)
 
 
 def test_simulate_shows_every_rank(small, tmp_path):
@@ -295,17 +248,6 @@ def test_progress_goes_into_a_pipe_too(small, monkeypatch):
     assert len(shares) > 3 and shares == sorted(shares) and shares[-1] == 100
 
 
-@pytest.mark.slow
-def test_a_check_loads_no_compiler():
-    code = (
-        "import sys\nfrom megatron_vp.mcore.start.preflight import without_compilers\n"
-        "with without_compilers():\n    from megatron.training import arguments\n"
-        "print({'torch._inductor.compile_fx', 'megatron.training.arguments'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "{'megatron.training.arguments'}"
-
-
 @pytest.fixture
 def evaluations(small, monkeypatch):
     """Three made-up evaluations of any `plan`, the fastest first; its arguments are noted in `asked`."""
@@ -354,12 +296,6 @@ def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
     assert document["best"] == 1 and [each["fits"] for each in document["plans"]] == [False, True, True]
 
 
-def test_plan_says_what_a_file_must_unset(small, evaluations):
-    del evaluations[0][1]
-    small.write_text(SMALL.replace("data:", "  vocab_parallel: true\ndata:"))
-    assert "and unset vocab_parallel with a configuration file, such as the one below" in run("plan", small).stdout
-
-
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, evaluations, command):
     for suffix, start in (("json", b"{"), ("JSON", b"{"), ("txt", b"4 x NVIDIA")):
@@ -374,42 +310,6 @@ def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, eval
     ):
         error = run(command, small, *words).exception
         assert isinstance(error, UserError) and said in str(error)
-
-
-def test_settings_unset_what_the_configuration_has_and_the_plan_has_not(small):
-    flags = [
-        "--vocab-parallel",
-        "--pipeline-schedule",
-        "v-half",
-        "--pipeline-model-parallel-layout",
-        "Et|" + "t|" * 6 + "tL",
-    ]
-    config = read_sizes([small], flags)
-    job = job_of(config)
-    assert settings_of(config, plan_of(config), job) == {"vocab_parallel_algorithm": "vocab-2", "vocab_shards": "even"}
-    settings = settings_of(config, Plan("1f1b"), job)
-    assert settings == {
-        "vocab_parallel": False,
-        "pipeline_schedule": "1f1b",
-        "pipeline_model_parallel_layout": "Et*2|t*2|t*2|t*2L",
-    }
-    assert flags_of(settings) == "--pipeline-schedule 1f1b --pipeline-model-parallel-layout 'Et*2|t*2|t*2|t*2L'"
-    assert "  vocab_parallel: false" in yaml_of(settings)
-    plain = read_sizes([small], [])
-    assert settings_of(plain, Plan("interleaved", chunks=2), job) == {"num_virtual_stages_per_pipeline_rank": 2}
-    assert settings_of(plain, Plan("1f1b"), job) == {}
-    chunked = read_sizes([small], ["--num-layers-per-virtual-pipeline-stage", "1"])
-    assert settings_of(chunked, Plan("1f1b"), job) == {"num_layers_per_virtual_pipeline_stage": None}
-
-
-def test_a_laptop_needs_neither_torch_nor_megatron(small):
-    code = (
-        "import sys\nfrom megatron_vp.cli.app import main\n"
-        f"try: main(['simulate', {str(small)!r}])\n"
-        "finally: print(sorted({'torch', 'megatron', 'numpy', 'matplotlib', 'transformers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_path):
@@ -428,3 +328,73 @@ def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_pat
     assert json.loads(by_file.stdout)["plan"]["iteration_seconds"] == pytest.approx(best["iteration_seconds"])
     refused = run(*job, "--pipeline-schedule", file, "--global-batch-size", 64)
     assert "8 microbatches, but" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--pipeline-model-parallel-size", "16"], "8 layers"),
+        (["--nodes", "1", "--global-batch-size", "7"], "--global-batch-size 7 is not a multiple of"),
+        (["--mtp-num-layers", "-1"], "--mtp-num-layers -1 is not a whole number from 0 to 1024"),
+        (["--memory", "-1"], "to 512; got -1"),
+        (["--memory", "80000"], "--memory is in GiB per rank, from 0.01 to 512; got 80000"),
+        (["--memory", "40000", "--hardware", "cpu"], "from 0.01 to 16384; got 40000"),
+        (["--nodes", "130000"], "--nodes 130000 is too large: give at most 125000"),
+        (["--seq-length", "1000000000"], "--seq-length 1000000000 is not a whole number from 1 to 268435456"),
+        (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
+        (["--global-batch-size", "100000000"], "4 pipeline ranks x 100000000 microbatches are 400,000,000"),
+        (["--num-layers=9", "--num-layers-per-virtual-pipeline-stage=2"], "2 does not divide"),
+        (["--num-layers-per-virtual-pipeline-stage", "4"], "4 does not divide"),
+        (["--pipeline-schedule", "1f1b", "--vocab-parallel", "--num-virtual-stages-per-pipeline-rank=2"], "1f1b"),
+        (["--pipeline-schedule", "v-half-ish"], "unknown schedule 'v-half-ish'"),
+        (["--num-layers", "100000000"], "--num-layers 100000000 is not a whole number from 1 to 10000"),
+        (["--vocab-parallel", "maybe"], "--vocab-parallel takes fewer values: leave out maybe"),
+        (["--data-parallel-size", "8"], "--data-parallel-size is not a known option"),
+        (["--train-iters", "1e3"], "argument --train-iters: invalid int value: '1e3'"),
+        (["--optimizer", "adm"], "argument --optimizer: invalid choice: 'adm' (choose from 'adam', 'sgd',"),
+        (["--data-path", "x", "-f", "json"], "--data-path takes fewer values: leave out -f json"),
+    ],
+)
+def test_bad_input_is_one_line(small, arguments, words):
+    error = run("simulate", small, *arguments).exception
+    assert isinstance(error, UserError), error
+    assert words in str(error) and "\n" not in str(error)
+
+
+def test_a_memory_limit_takes_the_unit_of_the_activation_limit(small):
+    with_unit, without = (run("simulate", small, "--memory", size, "--format", "json") for size in ("40GiB", "40"))
+    assert with_unit.exit_code == 0 and with_unit.stdout == without.stdout
+
+
+def test_a_batch_that_simulate_cannot_play_is_refused_at_once_with_its_chunks(small, monkeypatch):
+    monkeypatch.setattr("megatron_vp.cost.planning.predict.make_simulator", None)
+    flags = ["--num-virtual-stages-per-pipeline-rank", "2", "--global-batch-size", str(131_072 // 8 + 1)]
+    error = run("simulate", small, *flags).exception
+    assert isinstance(error, UserError) and "16385 microbatches x 2 chunks are 131,080 forward passes" in str(error)
+
+
+def test_chunks_that_the_layers_cannot_fill_are_named_beside_the_plans(small):
+    table = run("plan", small, "--num-layers", "6").stdout
+    assert "not possible: v-half, vocab-2: 6 layers cannot fill 8 virtual stages" in table
+    assert "use: --vocab-parallel" in table
+
+
+def test_a_plan_that_nothing_fits_is_one_line(small):
+    found = run("plan", small, "--memory", "2")
+    error = found.exception
+    # A slow machine also says how far it is.
+    assert isinstance(error, UserError) and all(line.startswith("predicting: ") for line in found.stderr.splitlines())
+    assert str(error).startswith("no plan fits into 2 GiB per rank: the smallest, ") and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "flags", "said"),
+    [
+        ("h100", [], "15 published runs of this kind (H100, dense, bf16"),
+        ("h100", ["--fp8-format", "hybrid"], "31 published runs of this kind (H100, dense, fp8"),
+        ("b200", [], "No published run of this kind"),
+    ],
+)
+def test_an_answer_says_which_public_runs_stand_behind_it(hardware, flags, said):
+    asked = Request.of(*read_cluster([CONFIGS / "llama3_8b.yaml"], flags, hardware, None, None))
+    assert said in asked.caveat and said in asked.document()["note"]

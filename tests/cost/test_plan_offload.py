@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_vp.cost.hardware.gpus import HARDWARE
+from megatron_vp.cost.hardware.gpus import GIB, HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import offloading, search
 from megatron_vp.cost.planning.candidates import Candidate
@@ -16,6 +16,7 @@ from megatron_vp.cost.planning.offloading import (
     with_chosen_offload,
 )
 from megatron_vp.cost.planning.predict import evaluate
+from megatron_vp.cost.planning.variants import variants
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import VocabMethod
@@ -59,15 +60,6 @@ def test_copies_that_would_set_the_pace_are_not_tried():
     assert set() < {*counts(evaluations(base, H200))} <= allowed
     slow = replace(H200, host=replace(H200.host, out=1e9, back=1e9))
     assert evaluations(base, slow) == []
-
-
-def test_a_node_with_too_little_memory_offloads_less():
-    found = evaluations(base_of(), WIDE)
-    most = [sum(rank.host for rank in each.copies) for each in found]
-    assert most == sorted(most)
-    room = (most[0] + most[1]) / 2
-    small = replace(WIDE, host=replace(WIDE.host, memory=room / 0.8 / 8))
-    assert counts(evaluations(base_of(), small)) == counts(found)[:1]
 
 
 def test_plan_says_what_less_memory_costs(small, monkeypatch):
@@ -123,3 +115,38 @@ def test_auto_takes_as_few_chunks_as_fit_and_are_fastest():
         UserError, match=r"auto finds no number of chunks with which this job fits into .*: it needs at least "
     ):
         with_chosen_offload(auto, PLAN, JOB, WIDE, 0.5 * all_away.peak_memory)
+
+
+WIDE_MODEL = {
+    "num_layers": 8,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "seq_length": 4096,
+    "vocab_size": 64000,
+    "max_position_embeddings": 4096,
+    "global_batch_size": 12,
+    "micro_batch_size": 1,
+    "bf16": True,
+    "untie_embeddings_and_output_weights": True,
+    "use_distributed_optimizer": True,
+    "pipeline_model_parallel_size": 4,
+}
+KEPT = ("tensor", "context", "micro-batch", "recompute")
+
+
+@pytest.fixture(scope="module")
+def plain_and_offloaded():
+    tried = variants(WIDE_MODEL, 4, WIDE, KEPT)
+    return [search.Search(tried, WIDE, 100 * GIB, offload=offload).run() for offload in (False, True)]
+
+
+def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
+    plain, offloaded = plain_and_offloaded
+    kept = [(each.variant, each.candidate) for each in offloaded.found]
+    assert len({*kept}) == len(kept)
+    best = offloaded.frontier
+    for each in plain.frontier:
+        assert any(one.iteration_seconds <= each.iteration_seconds and one.fits(each.peak_memory) for one in best)
+    away = [each for each in best if each.candidate.plan.offload_chunks]
+    assert min(each.peak_memory for each in away) < 0.95 * min(each.peak_memory for each in plain.frontier)
+    assert all(rank.load <= 0.91 for each in away for rank in each.copies)

@@ -8,7 +8,6 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.cost.ranks.layer_memory import WORKING_SET, layer_activations
-from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.cost.ranks.rank_memory import (
     EMBEDDED,
     SCORES,
@@ -17,27 +16,11 @@ from megatron_vp.cost.ranks.rank_memory import (
     MemoryModel,
 )
 from megatron_vp.schedule import generate
-from megatron_vp.schedule.instructions import Post, Wait
-from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.transfers import Channel, Message
 
 HIDDEN, ROWS = 64, 1008
 MODEL = ModelShape(layers=4, hidden=HIDDEN, heads=4, ffn=4 * HIDDEN, vocab=ROWS)
 JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=3, pipeline=2)
 LAYER = 12 * HIDDEN**2 + 4 * HIDDEN
-
-
-def most_received(program):
-    """Hidden states that a rank has posted receives for and has not waited for, at most at once."""
-    here, most = set(), 0
-    for instruction in program.instructions:
-        match instruction:
-            case Post(Message(channel=Channel.ACTIVATION | Channel.GRADIENT) as message):
-                here |= {message} if message.target == program.rank else set()
-            case Wait(message):
-                here.discard(message)
-        most = max(most, len(here))
-    return most
 
 
 def memory(job, name="1f1b", microbatches=3, vocab="none"):
@@ -58,29 +41,6 @@ def memory(job, name="1f1b", microbatches=3, vocab="none"):
 def test_vocabulary_rows_are_where_their_layers_are(name, vocab, tied, rows):
     found = memory(replace(JOB, model=replace(MODEL, tied=tied)), name, vocab=vocab)
     assert [found.parameters(rank) for rank in range(2)] == [2 * LAYER + count * HIDDEN for count in rows]
-
-
-@pytest.mark.parametrize(
-    ("name", "vocab", "chunks", "tensors"),
-    [
-        ("1f1b", "none", None, 2),
-        ("interleaved", "none", 4, 4),
-        ("interleaved", "vocab-1", 2, 4),
-        ("interleaved", "vocab-1", 4, 4),
-        ("po", "vocab-2", 4, 4),
-    ],
-)
-def test_messages_on_their_way_do_not_grow_with_the_chunks(name, vocab, chunks, tensors):
-    model = replace(MODEL, layers=16)
-    made = replace(JOB, model=model, microbatches=12)
-    schedule = generate(name, 4, 12, vocab=vocab, chunks=chunks)
-    found = MemoryModel(made, schedule, equal_layers(made, schedule.placement.stages), HARDWARE["h100"]).rank(1)
-    assert found.communication == tensors * made.element_bytes * made.tokens * model.hidden
-    # What programs receive and have not used yet.
-    assert all(tensors / 2 <= most_received(program) <= tensors + 1 for program in lower(schedule))
-    # What lies still leaves no fragments.
-    moving = found.activations + found.vocabulary + found.communication
-    assert found.fragments == pytest.approx(FRAGMENTS * moving)
 
 
 def test_a_distributed_optimizer_is_shared_by_all_replicas_and_gradients_are_as_wide_as_they_are_accumulated():

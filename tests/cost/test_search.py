@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,15 +18,11 @@ from typer.testing import CliRunner
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_sizes import job_of
-from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning import search
 from megatron_vp.cost.planning.bounds import SLOWEST, time_and_memory
-from megatron_vp.cost.planning.candidates import candidates
-from megatron_vp.cost.planning.predict import Prediction, predict
-from megatron_vp.cost.planning.samples import extended, sampled
+from megatron_vp.cost.planning.predict import Prediction
 from megatron_vp.cost.planning.variants import variants
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod
 
 H100 = find_hardware("h100")
 MODEL = {
@@ -58,20 +52,6 @@ def test_variants_use_all_gpus_and_keep_the_batch():
     assert {job.pipeline for job in tried} == {1, 2, 4, 8}, "16 ranks are more than the layers"
     assert {job.sequence_parallel for job in tried if job.tensor > 1} == {True}
     assert {(job.micro_batch, job.recompute) for job in tried} == set(product((1, 2, 4, 8), ("none", "full")))
-
-
-def test_kept_dimensions_stay_what_the_job_says():
-    arguments = MODEL | {"tensor_model_parallel_size": 2, "recompute_granularity": "full"}
-    tried = [each.job for each in variants(arguments, 16, H100, {"tensor", "recompute"})]
-    assert {job.tensor for job in tried} == {2} and {job.recompute.value for job in tried} == {"full"}
-    assert len({job.pipeline for job in tried}) > 1
-
-
-def test_experts_are_spread_over_the_replicas():
-    arguments = MODEL | {"num_experts": 8, "moe_router_topk": 2}
-    tried = [each.job for each in variants(arguments, 16, H100)]
-    assert {job.expert for job in tried} == {1, 2, 4, 8}
-    assert all(job.data % job.expert == 0 for job in tried)
 
 
 @pytest.mark.parametrize(
@@ -133,62 +113,13 @@ def test_the_search_finds_what_simulating_everything_finds():
     assert len(result.found) < 0.6 * len(simulated), "bounds save simulations"
 
 
-@pytest.mark.parametrize("gib", [10.0, pytest.param(14.0, marks=pytest.mark.slow)])
-def test_the_search_finds_everything_near_the_edge_of_memory(gib):
+def test_the_search_finds_everything_near_the_edge_of_memory():
     arguments = MODEL | {"num_layers": 6, "num_experts": 4, "moe_router_topk": 2, "vocab_size": 50257}
-    assert_finds_all(arguments, 4, gib * 2**30, {"context", "micro-batch", "tensor"})
+    assert_finds_all(arguments, 4, 10 * 2**30, {"context", "micro-batch", "tensor"})
 
 
-def test_microbatches_that_are_not_simulated_take_the_work_of_a_rank_at_least():
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    job = job_of(MODEL | full | {"global_batch_size": 4096, "pipeline_model_parallel_size": 8}, 8)
-    (layers,) = {
-        each.plan.layers
-        for each in candidates(job, H100)
-        if each.method == "vocab-2" and each.plan.schedule == "v-half"
-    }
-    timeline = predict(sampled(job), Plan("v-half", VocabMethod.VOCAB_2, layers=layers), H100).timeline
-    assert timeline.schedule.microbatches < 4096
-    assert extended(timeline, 4096) >= max(timeline.busy) / timeline.schedule.microbatches * 4096
-
-
-DRAWN = [
-    ({"num_layers": 12, "hidden_size": 1024, "vocab_size": 256000}, 8, 12.0),
-    ({"num_layers": 7, "hidden_size": 4096, "vocab_size": 200000}, 8, 40.0),
-    ({"num_layers": 16, "num_experts": 8, "moe_router_topk": 2, "hidden_size": 1024, "vocab_size": 50257}, 8, 20.0),
-    ({"num_layers": 10, "hidden_size": 3072, "num_attention_heads": 24, "vocab_size": 128256}, 8, 26.0),
-    ({"num_layers": 8, "seq_length": 8192, "global_batch_size": 8}, 8, 79.1),
-    ({"num_layers": 24, "global_batch_size": 64, "vocab_size": 32000}, 8, 18.0),
-    ({"num_layers": 12, "global_batch_size": 32, "fp8_format": "hybrid"}, 8, 24.0),
-    ({"num_layers": 9, "num_experts": 4, "moe_router_topk": 1, "vocab_size": 151936}, 8, 30.0),
-    ({"num_layers": 6, "transformer_impl": "local", "hidden_dropout": 0.0}, 6, 30.0),
-    ({"num_layers": 14, "untie_embeddings_and_output_weights": False, "swiglu": True}, 4, 34.0),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("job", range(len(DRAWN)))
-def test_drawn_jobs_are_searched_as_if_everything_were_simulated(job):
-    changes, gpus, gib = DRAWN[job]
-    assert_finds_all(MODEL | {"global_batch_size": 16} | changes, gpus, gib * 2**30)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
-        pytest.param(
-            {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4, "sequence_parallel": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"pipeline_model_parallel_size": 4, "num_layers": 10, "global_batch_size": 24, "micro_batch_size": 3},
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes(changes):
-    arguments = MODEL | changes
+def test_a_search_is_never_slower_than_a_plan_of_the_jobs_own_sizes():
+    arguments = MODEL | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     (own,) = [each for each in variants(arguments, 8, H100) if each.own]
     assert own.settings == {} and own.job == job_of(arguments, 8)
     planned = search.Search([own], H100, H100.memory).run().choice(0.03)
@@ -208,18 +139,10 @@ def test_a_spent_budget_leaves_combinations_and_says_which_they_may_be(monkeypat
     assert missing and min(seconds for seconds, _ in missing) >= least * (1 - 1e-9)
 
 
-def test_the_answer_depends_neither_on_load_nor_on_cores(monkeypatch):
-    first = found(MODEL, 8, SOME, budget=60)
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
-    try:
-        loaded = found(MODEL, 8, SOME, budget=60)
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
+def test_the_answer_does_not_depend_on_the_cores(monkeypatch):
+    first = found(MODEL, 8, SOME, budget=10)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
-    again = found(MODEL, 8, SOME, budget=60)
-    assert pickle.dumps(first.found) == pickle.dumps(loaded.found) == pickle.dumps(again.found)
+    assert pickle.dumps(first.found) == pickle.dumps(found(MODEL, 8, SOME, budget=10).found)
 
 
 def test_nothing_fits():
@@ -237,7 +160,19 @@ def _flag(name: str, value: object) -> list[str]:
     return [option] if value is True else [option, str(value)]
 
 
+def search_once(monkeypatch):
+    """Give every command the result of the first search."""
+    make, made = search.Search.run, []
+
+    def run(self):
+        made.extend([] if made else [make(self)])
+        return made[0]
+
+    monkeypatch.setattr(search.Search, "run", run)
+
+
 def test_the_command_answers_in_all_formats(tmp_path, monkeypatch):
+    search_once(monkeypatch)
     keep = [word for name in sorted(SOME) for word in ("--keep", name)]
     out = tmp_path / "found.json"
     done = command(tmp_path, "--search", *keep, "-o", str(out))
@@ -263,13 +198,12 @@ def test_the_command_answers_in_all_formats(tmp_path, monkeypatch):
     assert "\nno gain in time; to run with this memory, use: --" in slower and "\nuse: " not in slower
 
 
-def test_a_partial_answer_says_so_in_all_formats(tmp_path):
+def test_a_partial_answer_says_so_in_all_formats(tmp_path, monkeypatch):
     words = ["--search", "--search-budget", "2", *(word for name in sorted(SOME) for word in ("--keep", name))]
+    search_once(monkeypatch)
     table = command(tmp_path, *words).stdout
     (heading,) = [line for line in table.splitlines() if line.startswith("The frontier is partial: ")]
     assert "because --search-budget 2 was used up" in heading
-    again = command(tmp_path, *words).stdout
-    assert again == table
     document = json.loads(command(tmp_path, *words, "--format", "json").stdout)
     assert document["untried"] and f" {document['untried']:,} ways to train, which take at least" in heading
 

@@ -9,10 +9,9 @@ from evidence.calibration import known_cells, other_layout_rows
 from megatron_vp.cli.app import main
 from megatron_vp.cost.paper import runs
 from megatron_vp.cost.paper.published import Cell, Measurement, Row, jobs, read_cells
-from megatron_vp.cost.paper.runs import plan_of, predict_cell
+from megatron_vp.cost.paper.runs import predict_cell
 from megatron_vp.cost.paper.tables import errors, make_rows, to_csv, to_text
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod
 
 HEADER = "table,gpus,seq_length,method,vocab_k,mfu_percent,peak_memory_gb\n"
 
@@ -49,21 +48,11 @@ def test_csv_has_the_stated_columns_and_errors():
     assert found[2]["published_peak_memory_gb"] == found[2]["memory_error_percent"] == ""
 
 
-def test_errors_are_summed_up_where_both_values_exist():
-    assert errors(ROWS, "mfu") == pytest.approx((6, 10)) and errors(ROWS, "memory") == pytest.approx((15, 20))
-    assert errors(ROWS[2:], "mfu") is None
-
-
 def test_text_shows_what_does_not_fit_and_the_summary():
     text = to_text(ROWS)
     assert "!95.00   oom" in text and "all published cells: MFU error mean 6.00, largest 10.00" in text
     assert "disagree" not in text and max(map(len, text.splitlines())) <= 125
     assert "error" not in to_text(rows_of((Cell(5, 8, 2048, "baseline", 32), 49.0, 11.0, None)))
-
-
-def test_a_cell_that_fits_against_its_publication_is_named():
-    rows = rows_of((Cell(6, 32, 4096, "baseline", 256), 20.0, 70.0, Measurement(None, None)))
-    assert "disagree on whether this cell fits: table6-32-4096-baseline-256k" in to_text(rows)
 
 
 def test_the_command_predicts_every_cell_and_sets_what_was_published_beside_it(tmp_path, monkeypatch, capsys):
@@ -108,19 +97,6 @@ def test_a_malformed_published_file_is_one_line(tmp_path, capsys, text, words):
     with pytest.raises(SystemExit) as stopped:
         main(["tables", "--published", str(path)])
     assert stopped.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_no_file_and_no_place_for_a_picture(tmp_path, capsys):
-    for arguments in (["--published", str(tmp_path / "none.csv")], ["--format", "png"]):
-        with pytest.raises(SystemExit) as stopped:
-            main(["tables", *arguments])
-        assert stopped.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_methods_run_what_the_paper_ran():
-    plans = {cell.method: plan_of(cell) for cell in jobs() if cell.gpus == 8 and cell.vocab_k == 256}
-    assert plans["interlaced"].vocab is VocabMethod.INTERLACED and plans["redis"].layers[-1] == 0
-    assert plan_of(Cell(6, 24, 2048, "vocab-1", 32)).schedule == "v-half"
 
 
 @pytest.mark.slow

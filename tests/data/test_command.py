@@ -27,11 +27,6 @@ def test_prints_flags_that_train(run, tmp_path):
     load_tokenizer(flags[5])
 
 
-def test_bad_input_is_a_user_error(run, tmp_path):
-    result = run(tmp_path / "gone.txt", "-o", tmp_path / "out", "--vocab-size", 280)
-    assert isinstance(result.exception, UserError) and "gone.txt" in str(result.exception)
-
-
 @pytest.mark.parametrize(
     ("options", "line"),
     [

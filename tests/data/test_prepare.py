@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from megatron_vp.data.tokenizer import END_OF_TEXT, load_tokenizer
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.storage.dataset import MEGATRONS_SPLIT, prepare, split_for
+from megatron_vp.mcore.storage.dataset import prepare, split_for
 
 TEXTS = [
     "def area(radius):\n    return 3.14159 * radius ** 2\n",
@@ -67,14 +67,6 @@ def test_same_text_gives_the_same_files(prepared, tmp_path):
     for file in ("fox_text_document.bin", "fox_text_document.idx", "fox_tokenizer/tokenizer.json"):
         assert (prepared.dataset.parent / file).read_bytes() == (tmp_path / file).read_bytes()
     assert again.tokens == prepared.tokens
-
-
-def test_existing_tokenizer_is_used_and_left_alone(prepared, tmp_path):
-    before = {path.name: path.stat().st_mtime_ns for path in prepared.tokenizer.iterdir()}
-    other = prepare([("x", "The quick dog")], tmp_path, tokenizer=prepared.tokenizer)
-    assert (other.tokenizer, other.vocab_size, other.documents) == (prepared.tokenizer, 320, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus_text_document.bin", "corpus_text_document.idx"]
-    assert before == {path.name: path.stat().st_mtime_ns for path in prepared.tokenizer.iterdir()}
 
 
 def test_interrupted_run_leaves_nothing(tmp_path):
@@ -135,12 +127,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_progress_counts_characters(tmp_path):
-    seen = {}
-    prepare(NAMED, tmp_path, vocab_size=300, progress=lambda stage, done: seen.update({stage: done}))
-    assert seen == dict.fromkeys(("training the tokenizer", "encoding"), sum(map(len, TEXTS)))
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -163,13 +149,6 @@ def test_no_text(prepared, tmp_path, empty):
     for options in ({"vocab_size": 300}, {"tokenizer": prepared.tokenizer}):
         with pytest.raises(UserError, match="contains no text"):
             prepare(empty, tmp_path, **options)
-
-
-def test_suggested_vocabulary_can_be_learned():
-    with pytest.raises(UserError) as error:
-        train_tokenizer(DOCUMENTS, 100_000)
-    suggested = int(str(error.value).split("--vocab-size ")[1].split()[0])
-    assert train_tokenizer(DOCUMENTS, suggested).get_vocab_size() == suggested
 
 
 def edit(path: Path, change) -> None:
@@ -198,47 +177,6 @@ def test_damaged_tokenizer(prepared, tmp_path, damage, message):
     assert "\n" not in str(error.value)
 
 
-def test_an_end_of_text_outside_the_vocabulary_is_refused(prepared, tmp_path):
-    directory = Path(shutil.copytree(prepared.tokenizer, tmp_path / "tokenizer"))
-    (directory / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|other|>"}}')
-    with pytest.raises(UserError, match="an eos_token that is not in the vocabulary"):
-        load_tokenizer(directory)
-
-
-@pytest.mark.parametrize("documents", [1, 2, 3, 17, 52, 683, 10_000])
-def test_a_split_gives_each_part_a_document_or_all_to_training(documents):
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        BlendedMegatronDatasetConfig,
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
-    class Dataset:
-        """Keeps what Megatron cuts for it."""
-
-        @staticmethod
-        def build_low_level_dataset(_path, _config):
-            return None
-
-        @staticmethod
-        def numel_low_level_dataset(_dataset):
-            return documents
-
-        def __init__(self, _dataset, _path, indices, *_):
-            self.indices = list(indices)
-
-    class Config(BlendedMegatronDatasetConfig):
-        def __post_init__(self):
-            """Needs no tokenizer."""
-
-    builder = BlendedMegatronDatasetBuilder.__new__(BlendedMegatronDatasetBuilder)
-    builder.cls, builder.config, builder.is_built_on_rank = Dataset, Config(0, 0), lambda: True
-
-    def parts(shares):
-        matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(shares))
-        return builder._build_megatron_dataset_splits("data", matrix, [1, 1, 1])
-
-    recommended = split_for(documents)
-    assert all(parts(recommended or MEGATRONS_SPLIT)) or recommended == "1,0,0"
-    assert recommended is None or not all(part and part.indices for part in parts(MEGATRONS_SPLIT))
+@pytest.mark.parametrize(("documents", "split"), [(1, "1,0,0"), (17, "15,1,1"), (52, "50,1,1"), (10_000, None)])
+def test_a_split_gives_each_part_a_document_or_all_to_training(documents, split):
+    assert split_for(documents) == split

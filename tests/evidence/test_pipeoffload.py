@@ -1,7 +1,5 @@
 """Test figure 15 of PipeOffload: the errors of predictions, and how the command shows published and predicted data."""
 
-import csv
-import io
 import os
 from itertools import combinations
 
@@ -9,22 +7,12 @@ import pytest
 
 from evidence import pipeoffload
 from evidence.pipeoffload import (
-    A100,
-    COLUMNS,
     METHODS,
     Cell,
-    CellPrediction,
     predict_cell,
     predict_cells,
     published,
-    resident_layers,
-    to_csv,
-    to_text,
 )
-from megatron_vp.cost.planning.offloading import copy_load
-from megatron_vp.cost.planning.predict import make_simulator, memory_model
-from megatron_vp.cost.ranks.layer_memory import WORKING_SET
-from megatron_vp.cost.ranks.rank_memory import WORKSPACES
 
 GIB = 2**30
 PUBLISHED = published()
@@ -79,53 +67,3 @@ def test_all_cells_are_near():
     for each in found:
         assert_near(each)
     assert len(found) == len(PUBLISHED) and {*misordered(found)} == OTHER_ORDER
-
-
-def test_po_f_is_published_as_slower_where_its_copies_take_longer_than_its_passes():
-    """Where they take less, PO-F is as fast as PO-H."""
-    for cell in PUBLISHED:
-        if cell.method == "po-f":
-            lost = PUBLISHED[cell._replace(method="po-h")].mfu - PUBLISHED[cell].mfu
-            load = copy_load(cell.job, cell.plan, cell.plan.offload_chunks, A100)
-            assert (lost >= 3 and load > 1) or (lost <= 1 and load < 0.95), (cell, lost, load)
-
-
-@pytest.mark.parametrize("method", ["1f1b", "po-h"])
-def test_the_memory_model_holds_as_many_layers(method):
-    cell = Cell("10.5B", 8192, method)
-    schedule = make_simulator(cell.job, cell.plan, A100, further_orders=False).schedule
-    model = memory_model(cell.job, cell.plan, schedule, A100)
-    unit = cell.job.tokens * cell.job.model.hidden
-    held = max(model.rank(rank).activations for rank in range(8)) - WORKSPACES
-    split = 34 if schedule.split_backward else 0
-    layers = resident_layers(schedule, cell.plan.layers)
-    assert held == pytest.approx(layers * cell.layer_bytes + (WORKING_SET + split) * unit)
-    assert model.offloaded(1)[1] == cell.plan.layers[1] * cell.layer_bytes
-
-
-def test_text_and_csv_have_predicted_and_published_figures():
-    found = [
-        CellPrediction(Cell("10.5B", 4096, "gis"), 64.0, 13.25),
-        CellPrediction(Cell("18.1B", 16384, "gis"), 70, 77),
-    ]
-    lines = to_text(found).splitlines()
-    row = next(line for line in lines if line.startswith("gis "))
-    assert row.split() == ["gis", "64.0", "65", "-", "-", "-", "13.2", "13", "-", "-", "-"]
-    assert "77.0   oom" in to_text(found)
-    rows = list(csv.DictReader(io.StringIO(to_csv(found[::-1]))))
-    assert tuple(rows[0]) == COLUMNS and [each["model"] for each in rows] == ["10.5B", "18.1B"]
-    assert (rows[0]["published_mfu_percent"], rows[1]["published_peak_memory_gb"]) == ("65", "")
-
-
-def test_the_script_predicts_every_cell(monkeypatch, capsys):
-    asked = []
-
-    def predictions(cells, processes):
-        asked.extend(cells)
-        return (CellPrediction(cell, 50.0, 10.0) for cell in cells)
-
-    monkeypatch.setattr(pipeoffload, "predict_cells", predictions)
-    pipeoffload.main(["--format", "csv"])
-    assert asked == list(PUBLISHED) and len(capsys.readouterr().out.splitlines()) == 1 + len(PUBLISHED)
-    pipeoffload.main([])
-    assert capsys.readouterr().out.startswith("Figure 15 of PipeOffload")

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.jobs.yaml_files import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
 
 ROOT = Path(__file__).parents[2] / "configs"
@@ -52,23 +51,3 @@ def test_method_is_accepted_and_says_its_name(name):
     args = validated(MODELS["llama3_8b"], *(METHODS[method] for method in sorted(methods)), ranks=8)
     assert name in (args.pipeline_schedule, args.vocab_parallel_algorithm)
     assert args.vocab_parallel
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_model_of_the_paper(name):
-    gpus, layers, heads, hidden = PAPER[name]
-    args = validated(MODELS[name], ranks=gpus)
-    assert (args.pipeline_model_parallel_size, args.global_batch_size, args.micro_batch_size) == (gpus, 128, 1)
-    assert (args.num_layers, args.num_attention_heads, args.hidden_size) == (layers, heads, hidden)
-    assert args.untie_embeddings_and_output_weights
-    assert args.ffn_hidden_size == 4 * hidden
-
-
-def test_the_layers_of_an_uneven_layout_are_all_there():
-    leaves = {leaf.key: leaf.value for leaf in read_leaves([MODELS["gemma2_9b"]])}
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    layout = PipelineParallelLayerLayout.from_str(leaves["pipeline_model_parallel_layout"], 8)
-    layers = [sum(layer.name == "decoder" for layer in layout.layout[rank][0]) for rank in range(8)]
-    assert layers == [5, 5, 5, 5, 5, 5, 6, 6]
-    assert sum(layers) == leaves["num_layers"]

@@ -11,30 +11,17 @@ from megatron_vp.schedule import FAMILIES, PassCosts, generate, simulate
 ON_THE_DEVICE = {
     ("gis", 4, 2): (102, 8),
     ("gis", 4, 4): (198, 16),
-    ("gis", 4, 8): (390, 32),
     ("gis", 8, 2): (206, 16),
-    ("gis", 8, 4): (398, 32),
     ("gis-h", 4, 2): (104, 6),
     ("gis-h", 4, 4): (204, 10),
-    ("gis-h", 4, 8): (404, 18),
     ("gis-h", 8, 2): (210, 12),
-    ("gis-h", 8, 4): (410, 20),
     ("po", 4, 2): (105, 7),
     ("po", 4, 3): (158, 8),
     ("po", 4, 4): (210, 11),
-    ("po", 4, 5): (263, 12),
-    ("po", 4, 6): (315, 15),
-    ("po", 4, 8): (419, 19),
     ("po", 8, 2): (215, 13),
-    ("po", 8, 3): (322, 16),
-    ("po", 8, 4): (425, 23),
-    ("po", 8, 5): (536, 24),
-    ("po", 8, 6): (642, 29),
-    ("po", 8, 8): (855, 39),
     ("interleaved", 4, 2): (105, 11),
     ("interleaved", 4, 4): (201, 19),
     ("interleaved", 8, 2): (213, 23),
-    ("interleaved", 8, 4): (405, 39),
     ("1f1b", 4, 1): (57, 4),
     ("1f1b", 8, 1): (117, 8),
 }
@@ -44,20 +31,11 @@ OFFLOADED = {
     ("po", 4, 2, 0.5): (105, (7, 4, 3)),
     ("po", 4, 4, 0.5): (210, (11, 8, 5, 4, 3)),
     ("po", 8, 2, 0.5): (215, (13, 6, 3)),
-    ("po", 8, 4, 0.5): (425, (23, 15, 9, 5, 3)),
     ("po", 4, 2, 1.0): (106.5, (7, 4, 4)),
     ("po", 4, 4, 1.0): (210, (11, 8, 5, 4, 4)),
     ("po", 8, 2, 1.0): (215, (13, 6, 6)),
-    ("po", 8, 4, 1.0): (425, (23, 15, 9, 5, None)),
     ("po", 4, 3, 1.0): (160, (8, 6, 4, 4)),
     ("po", 6, 2, 1.0): (161.5, (9, 5, 5)),
-    ("po", 6, 4, 1.0): (323, (15, 10, 7, 5, 5)),
-    ("po", 8, 3, 1.0): (323.5, (16, 10, 6, 6)),
-    ("po", 8, 8, 1.0): (865, (39, 31, 24, 18, 13, 9, 6, 5, 6)),
-    ("po", 12, 3, 0.5): (484, (26, 14, 6, 3)),
-    ("po", 16, 2, 1.0): (437, (25, 10, 8)),
-    ("po", 16, 4, 0.5): (861, (43, 27, 15, 7, 3)),
-    ("gis", 8, 4, 0.5): (None, (32, None, 16, None, None)),
 }
 """Their span, of several the shortest that is known, and the device's peak with 0, 1, ..., v chunks offloaded; None:
 they give up, or it is not known.
@@ -68,9 +46,6 @@ HOST = {(4, 2): (5, 7), (4, 4): (8, 11), (8, 2): (9, 13), (8, 4): (17, 23)}
 
 GIVE_UP = (
     ("po", 8, 2, 0.9, 1),
-    ("po", 8, 4, 1.0, 4),
-    ("gis", 8, 4, 0.5, 4),
-    ("po", 5, 4, 0.5, 4),
     ("po", 7, 2, 1.0, 1),
 )
 """Schedule, p, v, k and offloaded chunks for which their generator gives up; it does so for every odd p."""
@@ -100,28 +75,24 @@ def at_most(found, theirs):
     return all(other is None or own <= other + 1e-6 for own, other in zip(found, theirs, strict=True))
 
 
-def test_spans_and_peaks_of_small_cases_are_at_most_the_authors():
-    small = [(case, theirs) for case, theirs in cases() if case[1] * case[2] <= 16]
-    assert len(small) > 40
-    for case, theirs in small:
+def test_spans_and_peaks_are_at_most_the_authors():
+    for case, theirs in cases():
         assert at_most(ours(*case), theirs), case
 
 
-@pytest.mark.slow
-def test_spans_and_peaks_of_every_case_are_at_most_the_authors():
-    """Prints all of them: see them with `-s`."""
-    row = "{:12}{:>3}{:>3}{:>5}{:>7}" + 3 * "{:>10}{:>7}"
-    print("\n" + row.format("schedule", "p", "v", "k", "chunks", "span", "", "device", "", "host", "theirs"))
-    over = []
-    for case, theirs in cases():
-        found = ours(*case)
-        pairs = [text for own, other in zip(found, theirs, strict=True) for text in (f"{own:g}", f"{other or '-'}")]
-        print(row.format(*case, *pairs))
-        over += [] if at_most(found, theirs) else [case]
-    assert not over
-
-
 @pytest.mark.parametrize(("k", "left"), [(0.5, 2), (1.0, 3)])
-@pytest.mark.parametrize("p", [4, 8, 16, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("p", [4, 8, pytest.param(32, marks=pytest.mark.slow)])
 def test_all_chunks_offloaded_leave_a_constant(p, k, left):
     assert ours("po", p, 4, k, 4)[1] == left
+
+
+@pytest.mark.parametrize("name", ["gis", "gis-h", "po"])
+def test_passes_of_a_microbatch_have_slots_of_their_own_in_the_steady_state(name):
+    for p in range(2, 14):
+        for v in range(2, 9):
+            block = FAMILIES[name].block(p, v, PassCosts(F=v, B=v, W=v))
+            period = 3 * v * block.group
+            for stages in block.placement.stage_of:
+                starts = [times[s] for s in stages for times in (block.forward, block.backward, block.weight)]
+                slots = {round(start + 3 * place) % period for start in starts for place in range(block.group)}
+                assert len(slots) == period, (p, v)

@@ -76,41 +76,24 @@ def jobs(ranks, microbatches):
 
 
 @settings(max_examples=3, deadline=None)
-@given(jobs((2, 8), (1, 20)))
+@given(jobs((2, 5), (1, 9)))
 def test_random_jobs_get_no_more_memory_and_no_longer_schedules(job):
     assert_keeps_its_promises(job)
 
 
 @pytest.mark.slow
 @settings(max_examples=20, deadline=None)
-@given(jobs((2, 8), (1, 40)) | jobs((9, 20), (1, 40)))
+@given(jobs((2, 8), (1, 40)) | jobs((9, 32), (1, 40)))
+@example((26, 39, "vocab-2", (0.6, 1.0, 0.6), 0.1))  # its sample takes less than all microbatches
 def test_many_random_jobs_get_no_more_memory_and_no_longer_schedules(job):
     assert_keeps_its_promises(job)
 
 
-@pytest.mark.slow
-@settings(max_examples=6, deadline=None)
-@given(jobs((21, 32), (1, 40)))
-@example((26, 39, "vocab-2", (0.6, 1.0, 0.6), 0.1))  # its sample takes less than all microbatches
-def test_random_jobs_of_many_ranks_get_no_more_memory_and_no_longer_schedules(job):
-    assert_keeps_its_promises(job)
-
-
-@pytest.mark.parametrize("method", ["none", "vocab-2"])
-def test_at_the_limit_of_v_min_uneven_passes_take_a_twentieth_less(method):
-    other = simulate(generate("v-min", 8, 24, vocab=method, costs=UNEVEN), UNEVEN)
+def test_at_the_limit_of_v_min_uneven_passes_take_a_twentieth_less():
+    other = simulate(generate("v-min", 8, 24, vocab="vocab-2", costs=UNEVEN), UNEVEN)
     limit = max(other.peak_activation)
-    found = generate("v-flex", 8, 24, vocab=method, costs=UNEVEN, activation_limit=limit)
+    found = generate("v-flex", 8, 24, vocab="vocab-2", costs=UNEVEN, activation_limit=limit)
     assert simulate(found, UNEVEN).makespan <= 0.95 * other.makespan
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "share"), [("none", 0.98), ("vocab-2", 1.0)])
-def test_at_the_limit_of_v_min_many_ranks_take_less(method, share):
-    other = simulate(generate("v-min", 20, 60, vocab=method, costs=UNEVEN), UNEVEN)
-    limit = max(other.peak_activation)
-    found = generate("v-flex", 20, 60, vocab=method, costs=UNEVEN, activation_limit=limit)
-    assert simulate(found, UNEVEN).makespan <= share * other.makespan
 
 
 def test_without_a_limit_it_is_zb_v():
@@ -139,23 +122,6 @@ def test_a_shape_prints_and_parses_back():
     assert Shape.parse(str(Shape(12, 2))) == Shape(12, 2)
     with pytest.raises(UserError, match="'wide' is not a shape of v-flex; use one of zb-v, "):
         shaped(FAMILIES["v-flex"], "wide", 4)
-
-
-def test_blocks_lie_between_those_of_the_bases():
-    for p in range(2, 12):
-        blocks = [Shape(slack, 0).block(p, 2, PassCosts(F=2, B=2, W=2)) for slack in (0, p, 2 * p)]
-        lives = [block.backward[0] - block.forward[0] for block in blocks]
-        assert lives == [4 * p - 1, 6 * p - 3, 12 * p - 9]
-
-
-def test_offloaded_chunks_leave_more_room_within_a_limit():
-    costs = PassCosts(other={"copy": 0.5})
-    found = []
-    for count in (0, 1):
-        schedule = generate("v-flex", 6, 12, costs=costs, offload_chunks=count, activation_limit=3)
-        timeline = validate(schedule, costs, memory_bound=[3] * 6)
-        found.append(timeline.makespan)
-    assert found[1] < found[0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.schedule import (
-    Held,
     Pass,
     PassCosts,
     PassKind,
@@ -22,10 +21,7 @@ from megatron_vp.schedule import (
     to_csv,
     to_json,
 )
-from megatron_vp.schedule.draw import to_picture, to_text
-from megatron_vp.schedule.ledger import activation_levels
-from megatron_vp.schedule.list_scheduler import MemoryLimits
-from megatron_vp.schedule.reorder import reorder_for_costs
+from megatron_vp.schedule.draw import to_picture
 from megatron_vp.schedule.validate import validate
 
 COLOUR = "#123456"
@@ -105,25 +101,6 @@ def test_it_is_timed_by_costs_that_name_it(schedule, kind):
     assert timeline.busy[0] == pytest.approx(simulate(schedule).busy[0] + 0.5 * MICROBATCHES)
 
 
-def test_it_waits_for_what_its_entry_names(schedule, kind):
-    """Also where the order of its rank does not say so: ahead of its W it can never run."""
-    timeline = simulate(schedule, PassCosts(other={"Q": 1.0}))
-    before = spans(timeline, PassKind.W)
-    assert all(start >= before[place][1] for place, (start, _) in spans(timeline, kind).items())
-    order = list(schedule.ranks[0])
-    place = order.index(Pass(kind, 0, 0))
-    order.insert(order.index(Pass(PassKind.W, 0, 0)), order.pop(place))
-    with pytest.raises(ScheduleError, match=r"deadlock: Q0 on rank 0 waits for W0 on rank 0, which comes after Q0"):
-        validate(replace(schedule, ranks=(tuple(order), *schedule.ranks[1:])))
-
-
-def test_microbatches_and_ranks_may_have_it_or_not(kind):
-    some = inserted(generate("v-half", 2, MICROBATCHES, vocab="vocab-1"), kind, microbatches=(1,), chunks=(0,))
-    assert set(spans(validate(some), kind)) == {(0, 1, 0), (1, 1, 0)}
-    one = replace(some, ranks=(some.ranks[0], tuple(step for step in some.ranks[1] if step.kind is not kind)))
-    assert set(spans(validate(one), kind)) == {(0, 1, 0)}
-
-
 @pytest.mark.parametrize(
     "extra, words",
     [
@@ -137,12 +114,6 @@ def test_it_is_refused_twice_and_where_there_is_no_such_microbatch_or_chunk(sche
     step = extra if isinstance(extra, Pass) else Pass.parse(extra)
     with pytest.raises(ScheduleError, match=f"rank 1 {words}"):
         validate(replace(schedule, ranks=(schedule.ranks[0], (*schedule.ranks[1], step))))
-
-
-def test_it_is_drawn_as_text_with_its_mark_and_its_cost(schedule):
-    picture = to_text(simulate(schedule, PassCosts(other={"Q": 1.0})))
-    assert "q" in picture.splitlines()[-1] and "Q=1" in picture
-    assert "q is Q" in picture
 
 
 def test_it_is_drawn_in_pictures_with_colour_and_legend(schedule):
@@ -160,15 +131,6 @@ def test_it_is_lowered_to_programs(schedule, kind):
     assert {"do": "run", "pass": "Q", "chunk": 1, "microbatch": 2} in written[1]
 
 
-def test_it_is_reordered_with_the_others(schedule, kind):
-    """A pass that nothing waits for fills gaps; the same passes remain."""
-    costs = PassCosts(other={"Q": 0.3})
-    limits = MemoryLimits((2 * MICROBATCHES,) * 2)
-    better = reorder_for_costs(schedule, limits, costs)
-    assert [sorted(order) for order in better.ranks] == [sorted(order) for order in schedule.ranks]
-    assert validate(better, costs).makespan <= simulate(schedule, costs).makespan
-
-
 def test_an_evaluation_leaves_it_out_unless_its_entry_says_forward(schedule, kind):
     assert kind not in evaluation(schedule).kinds
     define("P", "probe", per_chunk=True, forward=True, waits_for=("F",))
@@ -178,27 +140,3 @@ def test_an_evaluation_leaves_it_out_unless_its_entry_says_forward(schedule, kin
         validate(evaluation(probed))
     finally:
         remove("P")
-
-
-def test_it_may_hold_and_release_memory(kind):
-    """A kind that takes over what another holds: the activations live until the last of the two."""
-    remove("Q")
-    later = define("Q", "gradient check", per_chunk=True, waits_for=("W",), releases=(Held.ACTIVATIONS,))
-    split = inserted(generate("zb-h1", 2, MICROBATCHES), later, chunks=(0,))
-    for rank, order in enumerate(split.ranks):
-        level = 0
-        for step, (during, after) in zip(order, activation_levels(split, rank), strict=True):
-            during_expected = level + (step.kind is PassKind.F)
-            level = during_expected - (step.kind is later)
-            assert (during, after) == (during_expected, level), (rank, step)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_that_it_releases_bounds_the_reordering(kind, ranks):
-    """The list scheduler runs no forward for which there is no room until the new pass has released it."""
-    remove("Q")
-    later = define("Q", "gradient check", per_chunk=True, waits_for=("W",), releases=(Held.ACTIVATIONS,))
-    schedule = inserted(generate("zb-h1", ranks, 8), later, microbatches=range(8), chunks=(0,))
-    bound = [ranks] * ranks
-    for costs in (PassCosts(other={"Q": 0.1}), PassCosts(other={"Q": 1.0}), PassCosts(F=0.5, W=2, other={"Q": 3.0})):
-        validate(reorder_for_costs(schedule, MemoryLimits(tuple(bound)), costs), costs, memory_bound=bound)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from megatron_vp import files
 from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Collective, PassCosts, draw, evaluation, generate, lower, simulate
+from megatron_vp.schedule import evaluation, generate, lower
 
 FAMILY = ["1f1b", "-p", "3", "-m", "4", "--vocab", "vocab-2"]
 
@@ -66,16 +66,6 @@ def test_schedules_with_chunks_and_w_and_v_passes_read_back_and_draw(family, tmp
     assert ("V vocabulary" in picture) == (family[0] == "interlaced")
 
 
-def test_a_schedule_is_ordered_for_the_costs_it_is_given():
-    costs = "F=0.9,B=1.1,W=0.7,S=1.3,T=0.7"
-    family = ["v-half", "-p", "4", "-m", "8", "--vocab", "vocab-1"]
-    found = json.loads(run(*family, "--cost", costs, "--format", "json").stdout)
-    given = PassCosts.parse(costs)
-    expected = simulate(generate("v-half", 4, 8, vocab="vocab-1", costs=given), given).makespan
-    assert found["metrics"]["makespan"] == expected
-    assert expected < simulate(generate("v-half", 4, 8, vocab="vocab-1"), given).makespan
-
-
 def test_only_the_ranks_that_are_asked_for_have_vocabulary_passes(tmp_path):
     family = ["1f1b", "-p", "4", "-m", "5", "--vocab", "vocab-2", "--vocab-ranks", "1"]
     assert run(*family).stdout.startswith("schedule 1f1b, vocabulary vocab-2 on rank 1: 4 ranks, ")
@@ -100,34 +90,6 @@ def test_pictures_are_pictures(tmp_path):
     assert "collectives" not in svg.read_text()
     assert "collectives" in run(*FAMILY, "--cost", "comm=0.2", "--format", "svg").stdout
     assert png.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_has_every_pass_at_its_time_and_memory_up_to_the_peak():
-    timeline = simulate(generate("v-half", 2, 4, vocab="vocab-2"))
-    found = list(draw.boxes(timeline, max(timeline.peak_activation)))
-    for rank, spans in enumerate(timeline.spans):
-        passes = [box for box in found if box.label and box.y == rank]
-        assert [(box.x, box.x + box.width) for box in passes] == [pytest.approx(span) for span in spans]
-        held = [box for box in found if box.colour == draw.HELD and rank < box.y <= rank + 0.92]
-        assert held[0].x + sum(box.width for box in held) == pytest.approx(timeline.makespan, rel=1e-6)
-        assert max(box.height for box in held) == pytest.approx(0.28)
-        assert all(box.y + box.height == pytest.approx(rank + 0.92) and box.y > rank + 0.56 for box in held)
-
-
-def test_a_picture_has_every_collective_on_every_rank():
-    timeline = simulate(generate("1f1b", 3, 4, vocab="vocab-2"), PassCosts(comm=0.2))
-    picture = draw.to_picture(timeline, "svg").decode()
-    collectives = sum(isinstance(operation, Collective) for operation in timeline.operations)
-    assert collectives == 4 * 4
-    in_legend = 1
-    assert picture.lower().count(f"fill: {draw.SECOND_STREAM.lower()}") == 3 * collectives + in_legend
-
-
-def test_perfetto_trace_has_every_pass_on_its_rank():
-    text = run(*FAMILY, "--cost", "comm=0.2", "--format", "perfetto").stdout
-    passes = slices(text, "compute")
-    assert len(passes) == 3 * 4 * 6
-    assert {event["pid"] for event in passes} == {0, 1, 2}
 
 
 def test_perfetto_trace_has_collectives_on_every_rank_and_each_link_on_its_sender():
@@ -208,12 +170,6 @@ def test_bad_input_is_one_line(arguments, words):
     assert words in str(result.exception) and "\n" not in str(result.exception)
 
 
-def test_a_bad_destination_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setattr("megatron_vp.schedule.generate", None)
-    result = run(*FAMILY, "-o", "/no/such/folder/file")
-    assert isinstance(result.exception, UserError)
-
-
 def test_a_result_replaces_a_file_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
     path, link = tmp_path / "schedule.json", tmp_path / "link.json"
     path.write_text("before")
@@ -239,21 +195,6 @@ def test_a_file_with_a_schedule_that_cannot_run_is_one_line(tmp_path):
     result = run("--from", path)
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == "rank 1 lacks S2 (pytorch, vocab-2)"
-
-
-def test_a_file_with_a_circle_is_one_line_that_names_it(tmp_path):
-    path = tmp_path / "schedule.json"
-    document = json.loads(run(*FAMILY, "--format", "json").stdout)
-    order = document["ranks"][1]
-    first = next(place for place, step in enumerate(order) if step["pass"] == "B")
-    order.insert(0, order.pop(first))
-    path.write_text(json.dumps(document))
-    result = run("--from", path)
-    assert isinstance(result.exception, UserError)
-    assert str(result.exception) == (
-        "deadlock: B0 on rank 1 waits for B0 on rank 2, which comes after F0; "
-        "F0 on rank 2 waits for F0 on rank 1, which comes after B0"
-    )
 
 
 @pytest.mark.parametrize("evaluates", [False, True])

@@ -1,9 +1,13 @@
 """Test that the figures in the documentation are those of the code."""
 
 import importlib.util
+import inspect
 from pathlib import Path
 
-from megatron_vp.schedule import from_csv
+import pytest
+
+from megatron_vp.schedule import FAMILIES, PassCosts, family, from_csv, generate, simulate
+from megatron_vp.schedule.generators.v_shapes import _v_flex
 from megatron_vp.schedule.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,6 +20,7 @@ def load_script():
     return script
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_present_figures():
     script = load_script()
     page = script.FIGURES.read_text(encoding="utf-8").splitlines()
@@ -25,6 +30,7 @@ def test_the_page_shows_the_present_figures():
         assert line.split(" | ")[2] == script.cell(script.timeline(name, vocab, ranks)), (name, vocab)
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_a_limit_costs(monkeypatch):
     script = load_script()
     page = script.PAGE.read_text(encoding="utf-8").split("<!-- begin limit figures -->")[1]
@@ -35,6 +41,7 @@ def test_the_page_shows_what_a_limit_costs(monkeypatch):
         assert f"| {cell} |" in row
 
 
+@pytest.mark.slow
 def test_the_page_shows_what_offloading_leaves():
     script = load_script()
     assert not script.write_block(script.PAGE, "offload figures", script.offload_table(), check=True)
@@ -43,3 +50,32 @@ def test_the_page_shows_what_offloading_leaves():
 def test_the_schedule_written_by_hand_runs():
     page = (ROOT / "docs" / "reference" / "schedule_formats.md").read_text(encoding="utf-8")
     assert validate(from_csv(page.split("```text\n")[1].split("```")[0])).makespan == 9
+
+
+def to_slots(timeline):
+    """Draw one line per rank, with one cell per unit of time.
+
+    `F2` is F of microbatch 2 in chunk 0, and `f2` is F of microbatch 2 in any other chunk. Dashes continue a longer
+    pass; dots are idle time. This drawing is meant for few microbatches and integer durations.
+    """
+    lines = []
+    for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
+        cells = [".."] * round(timeline.makespan)
+        for step, (start, end) in zip(order, spans, strict=True):
+            cells[round(start) : round(end)] = ["--"] * (round(end) - round(start))
+            if end > start:
+                mark = step.kind.mark.lower() if step.chunk else step.kind.mark
+                cells[round(start)] = f"{mark}{step.microbatch}"
+        lines.append(f"rank {rank}  {''.join(cells)}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_docstring_shows_the_order_and_numbers_its_phases(name):
+    chunks, limit = family(name).chunks_of(None), 3.5 if name == "v-flex" else None
+    costs = PassCosts(F=chunks, B=chunks, W=chunks, S=1, T=0, IF=0, IB=0)
+    drawn = to_slots(simulate(generate(name, 4, 5, costs=costs, activation_limit=limit), costs))
+    generator = _v_flex if name == "v-flex" else family(name).block or family(name).order
+    said = inspect.getdoc(generator).splitlines()
+    assert [line.strip() for line in said if line.strip().startswith("rank ")] == drawn.splitlines()
+    assert [line[:3] for line in said if line[1:3] == ". "] == ["1. ", "2. ", "3. "]

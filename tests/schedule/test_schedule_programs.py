@@ -1,6 +1,5 @@
 """Test lowered programs for what the executor relies on, and the validator with broken schedules and programs."""
 
-import re
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron_vp.schedule import (
     FAMILIES,
-    Collective,
     Load,
     Loss,
     Message,
@@ -27,7 +25,6 @@ from megatron_vp.schedule import (
     VocabMethod,
     Wait,
     evaluation,
-    expand_interlaced,
     generate,
     lower,
     simulate,
@@ -49,7 +46,7 @@ def assert_in_order(words, *expected):
     assert places == sorted(places), list(zip(expected, places, strict=True))
 
 
-SIZES = [(2, 1), (2, 5), (4, 3), (4, 9)]
+SIZES = [(2, 1), (2, 5), (4, 3)]
 
 
 @pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
@@ -108,20 +105,6 @@ def test_data_is_read_in_order_right_before_its_first_use(p, m, name, vocab, eva
             assert all(word.startswith("?activation") for word in between), "the data is there before the activation"
 
 
-@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
-@pytest.mark.parametrize(("p", "m"), SIZES)
-def test_messages_follow_their_pass_and_precede_their_reader(p, m, vocab):
-    for program in lower(generate("1f1b", p, m, vocab=vocab)):
-        words, r = texts(program), program.rank
-        for i in range(m):
-            if r < p - 1:
-                sent, received = f"activation:{i}[{r}>{r + 1}]", f"gradient:{i}[{r + 1}>{r}]"
-                assert_in_order(words, f"F{i}", f"+{sent}")
-                assert words.index(f"+{sent}") == words.index(f"F{i}") + 1
-                assert f"?{sent}" not in words
-                assert_in_order(words, f"+{received}", f"?{received}", f"B{i}")
-
-
 @pytest.mark.parametrize(("name", "vocab"), [("1f1b", "vocab-1"), ("v-half", "vocab-2"), ("interleaved", "none")])
 def test_a_receive_is_posted_ahead_of_the_step_during_which_its_message_is_made(name, vocab):
     schedule = generate(name, 4, 8, vocab=vocab)
@@ -146,100 +129,7 @@ def test_a_receive_is_posted_ahead_of_the_step_during_which_its_message_is_made(
                 assert min(after) >= sent - 1e-9, message
 
 
-@pytest.mark.parametrize("vocab", ["none", "vocab-1", "vocab-2"])
-def test_evaluation_has_no_gradients(vocab):
-    for program in lower(generate("1f1b", 3, 5, vocab=vocab).forward_only()):
-        kinds = {str(i.operation) for i in program.instructions if isinstance(i, Post)}
-        messages = {kind for kind in kinds if kind.startswith(("activation", "gradient"))}
-        assert all(kind.startswith("activation") for kind in messages)
-        collectives = {
-            i.operation.kind
-            for i in program.instructions
-            if isinstance(i, Post | Wait) and isinstance(i.operation, Collective)
-        }
-        assert collectives == (set() if vocab == "none" else {"TOKENS", "EMBED", "C0", "C1"})
-        losses = sum(isinstance(instruction, Loss) for instruction in program.instructions)
-        assert losses == (5 if program.rank == 2 else 0)
-
-
-@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
-def test_all_ranks_post_the_collectives_in_the_one_order_and_wait_once(vocab):
-    programs = lower(generate("1f1b", 4, 10, vocab=vocab))
-    for program in programs:
-        posted = [
-            i.operation for i in program.instructions if isinstance(i, Post) and isinstance(i.operation, Collective)
-        ]
-        assert tuple(posted) == program.collectives == programs[0].collectives
-        assert max(Counter(i.operation for i in program.instructions if isinstance(i, Wait)).values()) == 1
-
-
-@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
-def test_collectives_and_losses_stand_where_the_costs_put_them(vocab):
-    costs = PassCosts(F=0.3, B=2, W=1, S=1.7, T=0.4, IF=0.2, IB=0.3)
-    schedule = generate("1f1b", 3, 6, vocab=vocab, costs=costs)
-    timeline = simulate(schedule, costs)
-    steps = [i for i in lower(schedule, costs)[-1].instructions if isinstance(i, Run | Loss)]
-    started = dict(zip(schedule.ranks[-1], (start for start, _ in timeline.spans[-1]), strict=True))
-    arrived = {str(operation): end for operation, (_, end) in timeline.operations.items()}
-    for before, loss, after in zip(steps, steps[1:], steps[2:], strict=False):
-        if isinstance(loss, Loss) and isinstance(before, Run) and isinstance(after, Run):
-            assert started[before.action] <= arrived[f"C1:{loss.microbatch}"] <= started[after.action]
-    forward = schedule.forward_only()
-    starts = {operation: start for operation, (start, _) in simulate(forward, costs).operations.items()}
-    # The tokens are no part of the simulation.
-    order = [starts[operation] for operation in lower(forward, costs)[0].collectives if operation in starts]
-    assert len(order) == 3 * 6 and order == sorted(order)
-
-
-@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
-def test_receivers_hold_at_most_two_outputs_of_the_last_stage(vocab):
-    for program in lower(generate("1f1b", 6, 24, vocab=vocab))[:-1]:
-        held = 0
-        for instruction in program.instructions:
-            held += isinstance(instruction, Post) and str(instruction).startswith("+C0")
-            assert held <= 2
-            held -= isinstance(instruction, Run) and instruction.action.kind is PassKind.S
-
-
-@pytest.mark.parametrize("vocab", ["vocab-1", "vocab-2"])
-def test_collectives_are_posted_behind_the_own_part_or_one_step_ahead_of_the_others(vocab):
-    schedule = generate("1f1b", 4, 12, vocab=vocab)
-    starts = {str(operation): start for operation, (start, _) in simulate(schedule).operations.items()}
-    ends = simulate(schedule).spans
-    ahead = set()
-    for program in lower(schedule)[:-1]:
-        steps = [i for i in program.instructions if not isinstance(i, Load | Post | Wait)]
-        for place, instruction in enumerate(program.instructions):
-            if not isinstance(instruction, Post) or not str(instruction).startswith("+C0"):
-                continue
-            begun = len([i for i in program.instructions[:place] if not isinstance(i, Load | Post | Wait)])
-            over = sum(end <= starts[str(instruction.operation)] for _, end in ends[program.rank])
-            ahead.add(over - begun)
-        assert len(steps) == len(ends[program.rank])
-    assert ahead <= {0, 1} and 0 in ahead
-
-
-def v_shaped() -> Schedule:
-    """Two ranks, first and last stage on rank 0, one microbatch, split backward, vocab-1."""
-    ranks = (
-        "IF0 F0 F0.1 S0 T0 B0.1 W0.1 B0 W0 IB0",
-        "IF0 F0 F0.1 S0 T0 B0.1 W0.1 B0 W0 IB0",
-    )
-    orders = tuple(tuple(map(Pass.parse, line.split())) for line in ranks)
-    return Schedule("by hand", VocabMethod.VOCAB_1, Placement.v_shape(2), 1, orders)
-
-
-def test_v_shape_hands_over_locally_and_runs_the_loss_on_the_last_rank():
-    first, last = map(texts, lower(v_shaped()))
-    assert "LOSS:0" in last and "LOSS:0" not in first
-    assert_in_order(first, "?C1:0", "B0.1")
-    assert_in_order(first, "?LOSS_GRAD:0", "?C2:0", "B0.1")
-    edges = [word for word in first + last if word.startswith("+activation")]
-    assert sorted(edges) == ["+activation:0[0>1]", "+activation:0[0>1]", "+activation:0[2>3]", "+activation:0[2>3]"]
-    validate(v_shaped(), memory_bound=[1, 1])
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.integers(2, 4),
     st.integers(1, 5),
@@ -317,31 +207,6 @@ def test_interlaced_programs_run_the_parts_of_a_v_in_one_go():
     assert not any(word.startswith(("T", "B", "IB")) for program in evaluation for word in texts(program))
 
 
-def test_an_unfolded_interlaced_schedule_takes_about_the_same_time():
-    schedule = generate("interlaced", 8, 24)
-    unfolded = expand_interlaced(schedule)
-    assert simulate(unfolded).makespan == pytest.approx(simulate(schedule).makespan, rel=0.01)
-    assert simulate(unfolded).peak_activation == simulate(schedule).peak_activation
-    assert max(simulate(unfolded).logits_in_flight) == 1
-    assert expand_interlaced(unfolded) is unfolded
-
-
-def test_an_unfolded_rank_embeds_two_ahead_and_adds_embedding_gradients_behind_the_next_v():
-    first, second = expand_interlaced(generate("interlaced", 2, 4)).ranks
-    assert " ".join(map(str, first)) == (
-        "IF0 IF1 F0 IF2 S0 T0 F1 IF3 S1 T1 F2 B0 S2 T2 IB0 F3 B1 S3 T3 IB1 B2 B3 IB2 IB3"
-    )
-    assert " ".join(map(str, second)) == (
-        "IF0 IF1 IF2 F0 S0 T0 IF3 B0 F1 S1 T1 B1 F2 S2 T2 IB0 B2 F3 S3 T3 IB1 B3 IB2 IB3"
-    )
-
-
-def test_interlaced_ranks_that_come_to_different_vs_are_refused():
-    schedule = edited(generate("interlaced", 2, 3), 1, swap("V1", "V2"))
-    with pytest.raises(ScheduleError, match="deadlock"):
-        validate(schedule)
-
-
 def edited(schedule, rank, edit):
     orders = [list(order) for order in schedule.ranks]
     edit(orders[rank])
@@ -374,16 +239,6 @@ def test_a_broken_schedule_is_refused_where_it_breaks(edit, words):
     assert len(str(caught.value)) < 2000
 
 
-def test_a_deadlock_across_ranks_names_what_each_rank_waits_for():
-    schedule = edited(generate("1f1b", 2, 2), 0, swap("F1", "B1"))
-    with pytest.raises(ScheduleError) as caught:
-        simulate(schedule)
-    assert str(caught.value) == (
-        "deadlock: B1 on rank 0 waits for B1 on rank 1, which comes after F1; "
-        "F1 on rank 1 waits for F1 on rank 0, which comes after B1"
-    )
-
-
 def test_a_long_circle_is_cut_short():
     schedule = edited(generate("interleaved", 6, 6), 0, swap("F0", "F0.1"))
     with pytest.raises(ScheduleError) as caught:
@@ -399,12 +254,6 @@ def test_a_schedule_whose_programs_hang_is_refused(monkeypatch):
     monkeypatch.setattr(import_module("megatron_vp.schedule.validate"), "lower", lambda *_: hanging)
     with pytest.raises(ScheduleError, match="deadlock"):
         validate(schedule)
-
-
-def test_a_rank_too_few_is_refused():
-    schedule = generate("1f1b", 3, 2)
-    with pytest.raises(ScheduleError, match="lists 2 ranks"):
-        validate(replace(schedule, ranks=schedule.ranks[:2]))
 
 
 def test_a_passed_memory_bound_is_refused_at_its_step():
@@ -454,6 +303,7 @@ def exchange(first, second):
         (drop("+activation:3[1>2]"), "which rank 1 never posts"),
         (lambda i: i.append(i[place_of(i, "+C0:0")]), "posts C0:0 twice"),
         (lambda i: i.append(Post(Message("activation", 0, 0, 3, 0, 3))), "is not one of its members"),
+        (move_after("+C0:3", "+LOSS_GRAD:2"), r"deadlock: .*rank 1 at \+C0:3"),
     ],
 )
 def test_a_broken_program_is_refused_where_it_breaks(edit, words):
@@ -462,44 +312,6 @@ def test_a_broken_program_is_refused_where_it_breaks(edit, words):
     with pytest.raises(ScheduleError, match=words) as caught:
         validate_programs(with_program(programs, 1, edit))
     assert len(str(caught.value)) < 2000
-
-
-def test_programs_that_wait_for_each_other_are_refused():
-    programs = lower(generate("1f1b", 3, 1, vocab="vocab-2"))
-    late = with_program(programs, 1, move_after("+activation:0[1>2]", "B0"))
-    with pytest.raises(ScheduleError, match=r"rank 2 at \+activation:0\[1>2\]"):
-        validate_programs(late)
-
-
-def test_whole_vocabulary_layers_send_labels_and_losses_between_the_ends_of_a_v():
-    first, last = map(texts, lower(generate("v-half", 2, 1)))
-    assert_in_order(first, "?labels:0[3>3]", "F0.1", "+token-loss:0[3>3]", "?token-gradient:0[3>3]", "B0.1")
-    assert_in_order(last, "F0", "LOAD:0", "+labels:0[3>3]", "?token-loss:0[3>3]", "LOSS:0", "+token-gradient:0[3>3]")
-
-
-def test_whole_vocabulary_layers_send_nothing_where_the_last_stage_runs_the_loss():
-    for name in ("1f1b", "zb-h1", "interleaved"):
-        *_, last = map(texts, lower(generate(name, 2, 3, chunks=2 if name == "interleaved" else None)))
-        steps = [word for word in last if word[0] not in "+?"]
-        for microbatch in range(3):
-            chunk = ".1" if name == "interleaved" else ""
-            assert steps.index(f"LOSS:{microbatch}") == steps.index(f"F{microbatch}{chunk}") + 1
-        assert not any("token" in word or "labels" in word for word in last)
-
-
-@pytest.mark.parametrize(
-    ("vocab", "rank", "early", "after"),
-    [
-        ("vocab-2", 2, "+activation:1[1>2]", "+activation:0[1>2]"),
-        ("vocab-2", 1, "+EMBED_GRAD:2", "+EMBED_GRAD:1"),
-        ("vocab-1", 1, "+C0:3", "+LOSS_GRAD:2"),
-    ],
-)
-def test_posts_that_hang_streams_in_one_hardware_queue_are_refused(vocab, rank, early, after):
-    programs = lower(generate("1f1b", 3, 4, vocab=vocab))
-    validate_programs(programs)
-    with pytest.raises(ScheduleError, match=rf"deadlock: .*rank {rank} at {re.escape(early)}"):
-        validate_programs(with_program(programs, rank, move_after(early, after)))
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("1f1b", 1), ("1f1b", 6), ("interleaved", 6), ("v-half", 6)])

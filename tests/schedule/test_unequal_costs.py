@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_vp.schedule import FAMILIES, Load, Loss, PassCosts, StageCosts, generate, lower, simulate
+from megatron_vp.schedule import (
+    FAMILIES,
+    Channel,
+    CollectiveKind,
+    Load,
+    Loss,
+    PassCosts,
+    StageCosts,
+    generate,
+    lower,
+    simulate,
+)
 from megatron_vp.schedule.reorder import evaluation
 
 SHARDED = ["vocab-1", "vocab-2"]
@@ -43,15 +54,6 @@ def fill_and_drain(schedule, costs, busiest):
     return way - sum(costs.F[s] + costs.B[s] + costs.W[s] for s in schedule.placement.stage_of[busiest])
 
 
-@st.composite
-def random_jobs(draw, name, most_ranks=8, most_microbatches=24):
-    p, m = draw(st.integers(2, most_ranks)), draw(st.integers(1, most_microbatches))
-    method = draw(st.sampled_from(SHARDED))
-    layers = draw(st.lists(st.integers(1, 6), min_size=p, max_size=p))
-    rows = draw(st.lists(st.just(0.0) | st.floats(0.1, 6), min_size=p, max_size=p).filter(any))
-    return method, m, layers, costs_of(name, method, layers, rows)
-
-
 def anything(seed):
     """A family, a method, ranks with rows, and costs of any proportions, a fifth of them zero."""
     rng = random.Random(seed)
@@ -73,7 +75,7 @@ def anything(seed):
     return name, p, m, method, chunks, costs, holders
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_microbatches_are_taken_and_read_in_order_whatever_the_costs(seed):
     name, p, m, method, chunks, costs, holders = anything(seed)
     trained = generate(name, p, m, vocab=method, chunks=chunks, costs=costs, vocab_ranks=holders)
@@ -97,12 +99,6 @@ def assert_paced_by_the_busiest_rank(name, job):
     assert timeline.makespan <= most + fill + 1e-9, (timeline.makespan - fill) / most
 
 
-@settings(max_examples=100, deadline=None)
-@given(random_jobs("1f1b"))
-def test_the_busiest_rank_sets_the_pace_of_1f1b(job):
-    assert_paced_by_the_busiest_rank("1f1b", job)
-
-
 @st.composite
 def filled(draw, name, most_ranks=8):
     """Layers that differ by up to two, and rows that fill the ranks which hold some up to one level."""
@@ -123,39 +119,40 @@ PACED = [name for name, family in FAMILIES.items() if family.block and name not 
 
 
 @pytest.mark.parametrize("name", PACED)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_ranks_filled_up_to_one_level_keep_its_pace(name, data):
     assert_paced_by_the_busiest_rank(name, data.draw(filled(name)))
 
 
-LAYERS, ROWS = [3, 4, 4, 3, 3, 4, 3, 4], [1.2, 0.2, 0.2, 1.2, 1.2, 0.0, 1.2, 0.2]
+COSTS = PassCosts(F=0.9, B=1.1, W=0.7, S=0.4, T=0.2, IF=0.03, IB=0.06, comm=0.01)
 
 
-FAR_APART = [1, 3, 2, 3, 1, 3, 2, 1]
+def alike(costs, schedule):
+    """`costs`, written out for every stage, rank and link."""
+    p, chunks = schedule.pipeline_size, schedule.chunks
+    by_stage = [(value / chunks,) * (p * chunks) for value in (costs.F, costs.B, costs.W)]
+    by_rank = [(value,) * p for value in (costs.S, costs.T, costs.IF, costs.IB)]
+    links = {(a, b, channel): costs.comm for a in range(p) for b in range(p) for channel in Channel}
+    v = (costs.S + costs.T + costs.IF + costs.IB,) * p
+    return StageCosts(*by_stage, *by_rank, v, links, dict.fromkeys(CollectiveKind, costs.comm))
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "rows", "pace"),
-    [
-        *[(name, LAYERS, ROWS, 1.05) for name in BURSTS],
-        *[(name, FAR_APART, [3.0 - each for each in FAR_APART], 1.2) for name in BURSTS],
-        *[(name, LAYERS, ROWS, 1.001) for name in ("1f1b", "zb-v")],
-        *[(name, FAR_APART, [3.0 - each for each in FAR_APART], 1.001) for name in ("1f1b", "zb-v")],
-    ],
-)
-@pytest.mark.parametrize("method", SHARDED)
-def test_bursts_of_the_output_layer_cost_some_percent_where_ranks_differ(name, layers, rows, pace, method):
-    costs = costs_of(name, method, layers, rows)
-    few, many = (simulate(made(name, method, m, costs, layers), costs) for m in (32, 64))
-    assert (many.makespan - few.makespan) / (max(many.busy) - max(few.busy)) <= pace
+@pytest.mark.parametrize("name", FAMILIES)
+def test_costs_that_are_alike_everywhere_are_pass_costs(name):
+    schedule = generate(name, 4, 9, vocab=FAMILIES[name].own_method or "vocab-1", costs=COSTS)
+    by_stage = alike(COSTS, schedule)
+    expected, found = simulate(schedule, COSTS), simulate(schedule, by_stage)
+    assert found.makespan == pytest.approx(expected.makespan)
+    for one, other in zip(expected.spans, found.spans, strict=True):
+        assert [moment for span in other for moment in span] == pytest.approx([t for span in one for t in span])
+    nominal = by_stage.nominal(4)
+    assert (nominal.F, nominal.B, nominal.W, nominal.comm) == pytest.approx((0.9, 1.1, 0.7, 0.01))
+    assert pytest.approx((0.4, 0.2, 0.03, 0.06)) == (nominal.S, nominal.T, nominal.IF, nominal.IB)
 
 
-@pytest.mark.parametrize("name", ["v-half", "zb-v", "interleaved"])
-@pytest.mark.parametrize("method", SHARDED)
-def test_an_order_for_each_rank_s_costs_is_shorter_than_one_for_their_means(name, method):
-    costs = costs_of(name, method, LAYERS, ROWS)
-    own = simulate(made(name, method, 32, costs, LAYERS), costs).makespan
-    holders = [rank for rank, rows in enumerate(ROWS) if rows]
-    means = generate(name, 8, 32, vocab=method, costs=costs.nominal(8), vocab_ranks=holders)
-    assert own < 0.99 * simulate(means, costs).makespan
+def test_a_slow_link_delays_what_crosses_it_and_nothing_else():
+    schedule = generate("1f1b", 3, 1)
+    flat = ((1.0,) * 3,) * 3
+    slow = StageCosts(*flat, messages={(1, 2, Channel.ACTIVATION): 0.5, (2, 1, Channel.ACTIVATION): 7.0})
+    assert simulate(schedule, slow).makespan == pytest.approx(9.5)

@@ -67,20 +67,6 @@ def test_the_command_compares_with_a_name_or_a_file(tmp_path):
     assert isinstance(refused.exception, UserError) and "add --format html" in str(refused.exception)
 
 
-def test_a_name_to_compare_with_gets_the_same_vocabulary_method(tmp_path):
-    for first, method, second, other in [
-        ("1f1b", "vocab-2", "v-half", "vocab-2"),
-        ("1f1b", "vocab-1", "v-half:none", "none"),
-        ("1f1b", "none", "v-half", "none"),
-        ("1f1b", "vocab-2", "interlaced", "interlaced"),
-        ("interlaced", "none", "1f1b", "vocab-2"),
-    ]:
-        words = (first, "-p", 3, "-m", 4, "--vocab", method, "-o", tmp_path / "page.html", "--compare", second)
-        assert run(*words).exit_code == 0
-        shown = data((tmp_path / "page.html").read_text())["schedules"][1]["title"]
-        assert f"vocabulary {other}:" in shown
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium in PATH")
 def test_a_browser_shows_passes_and_tells_what_they_wait_for(tmp_path):
     (tmp_path / "page.html").write_text(to_html([OFFLOADED, PLAIN]))
@@ -104,17 +90,6 @@ def test_a_browser_shows_passes_and_tells_what_they_wait_for(tmp_path):
         assert "waits for B of microbatch 2 from rank 2, there at" in "\n".join(said)
         assert "waits for the activations of microbatch 2 (chunk 0) from the host to rank 1" in "\n".join(said)
         assert re.search(r"activations held: [\d.]+ microbatches, in host memory [\d.]+", said[-1])
-        lit = browser.value("[...views[0].reach(chosen.node, 'before')].filter((e) => e.isPass).map((e) => e.name)")
-        assert sorted(lit) == ["B2", "O2", "R2"]
-
-        def colour(x, y):
-            return browser.value(f"[...views[0].pen.getImageData({x}, {y}, 1, 1).data].slice(0, 3)")
-
-        inside = browser.value("[views[0].x(chosen.node.start) + 3, views[0].top(1) + 3]")
-        assert colour(*inside) == [0x59, 0xA1, 0x4F], "the pass itself keeps its colour"
-        strip = browser.value("[views[0].x(chosen.node.start), views[0].top(1, 'memory') + views[0].height.memory - 1]")
-        assert colour(*strip) == [0x9A, 0x9A, 0x9A], "the device's memory is filled"
-
         browser.mouse("mouseMoved", 2, 2)
         assert browser.value("about.style.display") == "none"
 

@@ -81,31 +81,3 @@ def unknown(text):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_name_commands_and_options_that_exist(page):
     assert not unknown(page.read_text(encoding="utf-8"))
-
-
-def test_commands_and_options_that_do_not_exist_are_found():
-    page = (
-        "```bash\nx=1 megatron-vp schedule v-half \\\n    --no-such 1  # --nor-this\nmegatron-vp paper no-such\n```\n"
-    )
-    assert unknown(page) == ["schedule: {'--no-such'}", "paper no-such"]
-    assert unknown("```bash\nmegatron-vp plan llama3_8b --nodes 4 --any-flag-of-megatron\n```\n") == []
-
-
-def test_options_of_a_block_are_read_and_unknown_ones_refused():
-    page = '<!-- run: head=1 keep="a b|c" most=2 slow -->\n```console\n$ one \\\n    two\nout\n```\n'
-    (block,) = examples.blocks_of(page)
-    assert block.example.words == "one \\\n    two" and block.example.keep == "a b|c" and block.example.slow
-    assert examples.shown(block.example, "1\n2\na b\nc\nc\n") == "$ one \\\n    two\n1\n...\na b\nc\n...\n"
-    for bad in ("kept=a", "slow=1", "most"):
-        with pytest.raises(SystemExit, match="not an option"):
-            list(examples.blocks_of(page.replace("slow", bad)))
-    with pytest.raises(SystemExit, match="shows no command"):
-        list(examples.blocks_of("```console\nout\n```\n"))
-
-
-def test_digits_count_unless_they_are_said_to_differ():
-    (exact,) = examples.blocks_of("```console\n$ a\n1.5 s\n```\n")
-    (loose,) = examples.blocks_of("<!-- run: numbers -->\n```console\n$ a\n1.5 s\n```\n")
-    assert not examples.alike(exact.example, "2 s", "1.5 s")
-    assert examples.alike(loose.example, "a 12.2 b c | de ...", "a 1.5 b c | d ...")
-    assert examples.alike(loose.example, " 12.25 s", "1.5 s") and not examples.alike(loose.example, "2 ms", "1.5 s")

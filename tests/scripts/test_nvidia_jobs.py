@@ -92,17 +92,3 @@ def test_a_shell_script_gives_what_it_would_start(script, checkout):
         *("--num-layers", "8", "--tensor-model-parallel-size", "8", "--split", "99,1,0"),
         *("--bf16", "--load", "/NOWHERE/WHERE/there"),
     )
-
-
-def test_jobs_are_counted_by_what_their_refusal_is_about(script):
-    jobs = [script.Job("gpt", name, (), {}) for name in "abc"]
-    refusal = "--vocab-parallel with --fp4-format is not supported: it draws; leave it out"
-    said = [
-        (None, None, None),
-        (None, f"2 reasons: (1) {refusal}", refusal),
-        ("AssertionError: No. (in validate_args (arguments.py:1))",),
-    ]
-    text = script.tables("Megatron-LM at `abc123`", dict(zip(jobs, said, strict=True)))
-    assert "| gpt | 3 | 2 | 1 | 1 |" in text and "| **all** | 3 | 2 | 1 | 1 |" in text
-    assert text.count("| `--fp4-format` | 1 | gpt/b |") == 2
-    assert "| No | 1 | gpt/c |" in text

@@ -17,8 +17,6 @@ RECIPES = ("pyproject.toml", "setup.py")
 STAND_IN = f'#!/bin/bash\n[[ $1 == -m ]] && {{ echo "venv by $0" >&2; exit 7; }}\nexec {sys.executable} "$@"\n'
 # An environment whose pip has nothing to do, and whose imports succeed or fail.
 INSTALLED = f'#!/bin/bash\n[[ $1 == -m ]] && exit 0\n[[ $1 == -W ]] && exit {{imports}}\nexec {sys.executable} "$@"\n'
-SHIM = "#!/bin/bash\necho 'pyenv: command not found' >&2\nexit 127\n"
-OLD = "#!/bin/bash\nexit 1\n"
 
 
 @pytest.fixture
@@ -67,25 +65,6 @@ def test_without_python_one_sentence_says_what_to_install(checkout):
     result = set_up(checkout)
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1 and "install one" in result.stderr
-
-
-def run_test_shims_and_old_versions_are_passed_over(checkout):
-    place(checkout / "bin" / "python3.12", SHIM)
-    place(checkout / "bin" / "python3", OLD)
-    found = place(checkout / "home" / ".pyenv" / "versions" / "3.13.0" / "bin" / "python", STAND_IN)
-    result = set_up(checkout)
-    assert f"venv by {found}" in result.stderr
-
-
-def test_plain_python3_that_is_new_enough(checkout):
-    found = place(checkout / "bin" / "python3", STAND_IN)
-    assert f"venv by {found}" in set_up(checkout).stderr
-
-
-def test_uv_is_asked(checkout):
-    found = place(checkout / "uv-store" / "python", STAND_IN)
-    place(checkout / "bin" / "uv", f"#!/bin/bash\n[[ $* == *3.12* ]] && echo {found}\n")
-    assert f"venv by {found}" in set_up(checkout).stderr
 
 
 def test_variable_chooses_and_is_not_replaced_in_silence(checkout):
@@ -149,14 +128,6 @@ def test_an_interrupted_installation_is_taken_up_again(checkout, end):
     assert result.returncode == 0 and "creating" not in result.stderr and "is ready" in result.stderr, result.stderr
     assert not (checkout / "repo" / ".venv.kept").exists()
     assert (set_up(checkout).returncode, set_up(checkout).stderr) == (0, "")
-
-
-def test_an_interruption_while_the_environment_is_made_is_taken_up_again(checkout):
-    (checkout / "repo" / ".venv").mkdir()
-    (checkout / "repo" / ".venv" / ".megatron_vp_own").touch()
-    maker(checkout)
-    result = set_up(checkout)
-    assert result.returncode == 0 and not (checkout / "repo" / ".venv.kept").exists(), result.stderr
 
 
 def test_a_containers_packages_are_seen_and_kept(checkout):
@@ -258,16 +229,6 @@ def test_every_package_of_the_project_has_its_version_written_down():
     assert len(names) > 80 and names <= pinned.keys(), names - pinned.keys()
 
 
-@pytest.mark.parametrize("script", ["quickstart.sh", "test.sh"])
-def test_latest_reaches_the_set_up(checkout, script):
-    shutil.copy(ROOT / "scripts" / script, checkout / "repo" / "scripts")
-    place(checkout / "repo" / "scripts" / "setup_env.sh", '#!/bin/bash\necho "set up with <$*>"; exit 7\n')
-    for options, expected in ((["--latest", "x"], "set up with <--latest>"), (["x"], "set up with <>")):
-        command = ["bash", str(checkout / "repo" / "scripts" / script), *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout.strip()) == (7, expected)
-
-
 def run_test_sh(checkout, failing, *options):
     """Exit status of `test.sh` where commands that contain `failing` fail, what it runs, and what it prints."""
     shutil.copy(ROOT / "scripts" / "test.sh", checkout / "repo" / "scripts")
@@ -312,11 +273,6 @@ def test_each_test_is_in_one_lane_and_each_lane_says_how_long_it_took(checkout):
     ]
     # The lanes' outputs are not mixed.
     assert said.splitlines().index(took[0]) < said.splitlines().index("says -m mypy")
-
-
-def test_arguments_go_to_one_pytest(checkout):
-    status, ran, _ = run_test_sh(checkout, "nothing", "tests/cost", "-k", "plan")
-    assert status == 0 and [line for line in ran if "pytest" in line] == ["python -m pytest -q tests/cost -k plan"]
 
 
 @pytest.mark.parametrize("options", [[], ["--quick"]], ids=["all", "quick"])

@@ -16,8 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.errors import UserError
-
 ROOT = Path(__file__).parents[2]
 TINY = (
     *("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "64"),
@@ -69,17 +67,13 @@ def test_configurations_have_names(wheel, tmp_path):
     assert "llama3_70b, llama3_8b" in errors
 
 
-def test_a_page_for_the_browser_can_be_made(wheel, tmp_path):
-    words = ("megatron_vp", "schedule", "1f1b", "-p", "2", "-m", "2", "-o", "page.html")
-    assert said(wheel, tmp_path, *words) == (0, "", "") and (tmp_path / "page.html").stat().st_size > 10_000
-
-
 def test_links_of_its_description_lead_somewhere_without_the_repository(wheel):
     (metadata,) = wheel.glob("megatron_vp-*.dist-info/METADATA")
     links = re.findall(r"\]\(([^)]+)\)", metadata.read_text())
     assert links and [link for link in links if not link.startswith("https://")] == []
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_can_be_submitted(wheel, tmp_path):
     (tmp_path / "mine.py").touch()
     model = ("--tokenizer-type", "NullTokenizer", "--mock-data", "--eval-interval", "1000", "--lr", "1e-3", *TINY)
@@ -130,17 +124,6 @@ def test_a_container_keeps_its_own_pytorch(built, container, tmp_path, constrain
     pins.write_text("".join(f"{name}=={version}\n" for name, version in COMPILED.items()))
     found = would_install(container, tmp_path, built, *(("--constraint", pins) if constrained else ()))
     assert {"megatron_vp", "megatron_core", "typer", "omegaconf"} <= found and not found & set(COMPILED)
-
-
-@pytest.mark.slow
-def test_another_megatron_core_comes_alone(container, tmp_path):
-    """Which a run on an unsupported release is told to install."""
-    from megatron_vp.mcore.patches import require_supported
-
-    with pytest.raises(UserError) as refused:
-        require_supported("0.18.2")
-    (wanted,) = re.findall(r"megatron-core==[\d.]+\d", str(refused.value))
-    assert would_install(container, tmp_path, "--no-deps", wanted) == {"megatron_core"}
 
 
 def test_a_file_wins_over_a_name(tmp_path, monkeypatch):

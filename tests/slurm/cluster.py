@@ -115,21 +115,6 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def submit_by_command(self, folder: Path, *words: str) -> str:
-        """Submit with `megatron-vp sbatch WORDS` in a folder; returns the job's number."""
-        command = [
-            sys.executable,
-            "-m",
-            "megatron_vp",
-            "sbatch",
-            *words,
-            "--slurm",
-            f"output={self._folder / '%j.out'}",
-        ]
-        done = subprocess.run(command, env=self._environment, cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()[-1]
-
     def state(self, job: str) -> dict[str, str]:
         """What `scontrol show job` says: JobState, Restarts, ExitCode ..."""
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from megatron_vp.cli.app import main
-from megatron_vp.errors import UserError
 from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore import patches
 from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.start import preflight
 from tests.harness.training import tiny_model
 
 LLAMA = ("configs/llama3_8b.yaml", "--config", "configs/data/mock.yaml")
@@ -68,39 +66,6 @@ def test_a_script_of_ones_own_from_any_folder(said, tmp_path, monkeypatch):
     assert "--my-option=3" in command and (BATCH_FILES / "launch.sh").is_file()
 
 
-def test_a_python_with_a_comma_in_its_path_reaches_the_job_whole(said, monkeypatch, tmp_path):
-    python = tmp_path / "a,b c%j" / "python"
-    monkeypatch.setattr(sys, "executable", str(python))
-    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$MEGATRON_VP_PYTHON"\necho "$@"\n')
-    (tmp_path / "sbatch").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    status, printed, _ = said("sbatch", *LLAMA)
-    *_, command, received, words = printed.splitlines()
-    assert status == 0 and received == str(python) and "--export=ALL scripts/slurm" in words
-    assert shlex.split(command)[:3] == ["env", f"MEGATRON_VP_PYTHON={python}", "sbatch"]
-
-
-def test_a_file_whose_name_begins_with_a_dash(said, tmp_path, monkeypatch):
-    (tmp_path / "-x.yaml").write_text(f"base: {LLAMA[0]}")
-    (tmp_path / "configs").symlink_to(Path(__file__).parents[2] / "configs")
-    (tmp_path / "scripts").symlink_to(Path(__file__).parents[2] / "scripts")
-    monkeypatch.chdir(tmp_path)
-    status, printed, errors = said("sbatch", "--config", "-x.yaml", *LLAMA[1:], "--nodes", "1", "--dry-run")
-    assert status == 0 and "scripts/slurm/pretrain.sbatch ./-x.yaml --config" in printed, errors
-    with pytest.raises(UserError, match=r"expected one argument; if the file's name .* give it as \./-NAME"):
-        preflight.check_job(["--config", "-x.yaml"], 8)
-
-
-def test_the_smallest_job_is_one_replica(said):
-    status, printed, _ = said(
-        "sbatch", *LLAMA, "--ntasks-per-node", "3", "--pipeline-model-parallel-size=6", "--dry-run"
-    )
-    assert status == 2, "32 layers do not go into 6 stages"
-    status, printed, _ = said("sbatch", *LLAMA, "--ntasks-per-node", "16", "--dry-run")
-    assert status == 0 and printed.startswith("1 node x 16 ranks; 16 ranks = 8 pipeline x 2 data")
-    assert "--nodes=1 --ntasks-per-node=16" in printed
-
-
 def test_inputs_that_are_elsewhere_do_not_stop_a_dry_run(said):
     status, printed, errors = said("sbatch", "configs/llama3_8b.yaml", "--dry-run")
     assert status == 0
@@ -119,8 +84,6 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
     assert (status, printed.splitlines()[-1]) == (0, "Submitted batch job 7")
     status, _, errors = said("sbatch", *LLAMA, "--nodes", "2")
     assert (status, errors) == (2, "megatron-vp: error: no such partition\n")
-    status, _, errors = said("sbatch", *LLAMA, "--nodes", "4")
-    assert (status, errors) == (2, "megatron-vp: error: sbatch exited with status 1 without a message\n")
     monkeypatch.setenv("PATH", "")
     status, _, errors = said("sbatch", *LLAMA)
     assert status == 2 and "sbatch was not found" in errors
@@ -140,15 +103,8 @@ def test_submission_goes_through_sbatch(said, tmp_path, monkeypatch):
         ),
         (("sbatch", "configs/llama3_8b.yaml"), "data/llama3_tokenizer"),
         (("check", "--ranks", "1", "--config", "configs/quickstart.yaml"), "world size (1) is not divisible"),
-        (("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--load", "configs"), "no checkpoint"),
-        (
-            ("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--tensorboard-dir", "setup.py"),
-            "is a file",
-        ),
-        (
-            ("check", "--ranks", "8", "--config", LLAMA[0], "--config", LLAMA[2], "--tensorboard-dir", "x" * 300),
-            "error: File name too long: ",
-        ),
+        (("check", "--ranks", "8", *LLAMA, "--load", "configs"), "no checkpoint"),
+        (("check", "--ranks", "8", *LLAMA, "--tensorboard-dir", "setup.py"), "is a file"),
     ],
 )
 def test_bad_input_is_one_line(said, words, line):
@@ -250,16 +206,7 @@ def test_a_job_that_cannot_switch_later_is_told_how_it_could(said):
 
 
 def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
-    words = (
-        "check",
-        "--ranks",
-        "8",
-        "--config",
-        LLAMA[0],
-        "--config",
-        LLAMA[2],
-        f"--tensorboard-dir={tmp_path / 'tb'}",
-    )
+    words = ("check", "--ranks", "8", *LLAMA, f"--tensorboard-dir={tmp_path / 'tb'}")
     words += (f"--save={tmp_path / 'save'}", f"--load={tmp_path / 'save'}", "--ranks-per-node", "8")
     (tmp_path / "save" / "iter_0000040" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("40")

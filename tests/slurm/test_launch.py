@@ -3,16 +3,11 @@
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from megatron_vp.jobs.shipped import BATCH_FILES
-from tests.harness.disks import fill, mounted
-from tests.harness.training import tiny_model
-
-ROOT = Path(__file__).parents[2]
 
 PRETRAIN = "scripts/slurm/pretrain.sbatch"
 QUICKSTART = ("configs/quickstart.yaml", "--config", "configs/data/mock.yaml")
@@ -121,12 +116,6 @@ def test_own_scripts_run_in_an_image_from_any_folder(cluster, stand_in, tmp_path
     assert (tmp_path / "said").read_text().splitlines() == 2 * of_a_step, "of the check and of training"
 
 
-def test_tasks_that_were_asked_for_come_first(cluster, stand_in):
-    job = cluster.submit("--ntasks-per-node=2", PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in())
-    assert cluster.wait(job, 120)["JobState"] == "COMPLETED", cluster.output(job)
-    assert [log.split(",")[0] for log in logs(cluster, job)] == ["rank 0 of 2", "rank 1 of 2"]
-
-
 @pytest.mark.parametrize(
     ("words", "environment", "said"),
     [
@@ -168,16 +157,6 @@ def test_a_suspected_gpu_is_named_and_the_job_does_not_return_to_it(cluster, sta
     assert "so a GPU may be faulty: Rank 2, node n7, device 1; not requeued" in cluster.output(job)
 
 
-def test_the_environment_says_where_ranks_meet_and_where_triton_keeps_kernels(cluster, stand_in, tmp_path):
-    python = stand_in('echo "$TRITON_CACHE_DIR"')
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456", "TRITON_CACHE_DIR": str(tmp_path / "kernels")}
-    job = cluster.submit("--ntasks-per-node=1", PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=python, **variables)
-    assert cluster.wait(job, 120)["JobState"] == "COMPLETED", cluster.output(job)
-    (log,) = logs(cluster, job)
-    assert "meets at 127.0.0.1:23456: " in log and log.endswith(f"\n{tmp_path / 'kernels'}\n")
-    assert "ranks connect to MASTER_ADDR=127.0.0.1, from the environment" in cluster.output(job)
-
-
 DIES = "kill -KILL $$"
 
 
@@ -189,39 +168,12 @@ def test_a_check_that_dies_is_tried_again(cluster, stand_in):
     assert "stopped with status 137; requeued" in cluster.output(job)
 
 
-@pytest.mark.slow
-def test_a_node_that_is_lost_in_the_check_brings_the_job_back(cluster, stand_in):
-    job = cluster.submit(
-        PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(check=f"{FIRST_ATTEMPT} && sleep 300; exit 0")
-    )
-    cluster.until(lambda: (cluster.work / "runs" / "slurm" / job / "attempt_0").is_dir(), 60, "the check", job)
-    cluster.run("scontrol", "update", "nodename=localhost", "state=down", "reason=lost")
-    cluster.until(lambda: cluster.state(job)["JobState"] == "PENDING", 60, "the requeue", job)
-    cluster.run("scontrol", "update", "nodename=localhost", "state=resume")
-    state = cluster.wait(job, 180)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
-
-
-def test_a_check_that_always_dies_ends_the_job_at_the_third_attempt(cluster, stand_in):
-    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(check=DIES))
-    state = cluster.wait(job, 120)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "137:0", "2")
-    assert "3 attempts saved no checkpoint" in cluster.output(job)
-
-
 def test_what_ranks_print_does_not_decide_whether_training_has_finished(cluster, stand_in):
     """A line of a corpus of logs, say."""
     lines = "echo 'exiting program after receiving SIGTERM'; echo 'successfully saved checkpoint'"
     job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(lines))
     state = cluster.wait(job, 120)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), cluster.output(job)
-
-
-@pytest.mark.slow
-def test_a_save_that_was_only_printed_is_no_progress(cluster, stand_in):
-    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in("echo successfully saved checkpoint; exit 7"))
-    state = cluster.wait(job, 180)
-    assert (state["JobState"], state["Restarts"]) == ("FAILED", "2")
 
 
 @pytest.mark.slow
@@ -264,15 +216,6 @@ def test_progress_starts_the_count_anew_and_success_ends_it(cluster, stand_in):
 
 
 @pytest.mark.slow
-def test_the_time_limit_is_announced_to_the_ranks(cluster, stand_in):
-    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(f"if {FIRST_ATTEMPT}; then {OBEY}; fi"))
-    cluster.until(lambda: len(logs(cluster, job)) == 4 and all(logs(cluster, job)), 120, "the ranks", job)
-    cluster.run("scancel", "--signal=USR1", "--batch", job)
-    state = cluster.wait(job, 120)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
-
-
-@pytest.mark.slow
 def test_a_preempted_job_is_told_and_comes_back(cluster, stand_in):
     job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(f"if {FIRST_ATTEMPT}; then {OBEY}; fi"))
     cluster.until(lambda: len(logs(cluster, job)) == 4 and all(logs(cluster, job)), 120, "the ranks", job)
@@ -290,23 +233,6 @@ def test_a_cancelled_job_does_not_come_back(cluster, stand_in):
     cluster.until(lambda: not cluster.run("squeue", "--noheader", "--format=%i"), 60, "the end of the job", job)
     state = cluster.state(job)
     assert (state["JobState"], state["Restarts"]) == ("CANCELLED", "0")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recovers", [True, False], ids=["in time", "never"])
-def test_a_job_that_finds_no_room_for_its_logs_is_tried_three_times(cluster, stand_in, recovers):
-    with mounted(cluster.work / "runs", "nr_inodes=2") as disk:
-        job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in())
-        if recovers:
-            cluster.until(lambda: cluster.state(job)["Restarts"] == "1", 60, "the second attempt", job)
-            subprocess.run(["mount", "-o", "remount,nr_inodes=1000", disk], check=True)
-        state = cluster.wait(job, 180)
-        assert f"cannot create {disk}/slurm/{job}/attempt_0" in cluster.output(job)
-        if recovers:
-            assert state["JobState"] == "COMPLETED" and 1 <= int(state["Restarts"]) <= 2, cluster.output(job)
-        else:
-            assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "1:0", "2")
-            assert "3 attempts saved no checkpoint" in cluster.output(job)
 
 
 TRAINS = (*QUICKSTART, *TINY, "--vocab-parallel", "--train-iters=100", "--num-workers=1")
@@ -341,48 +267,6 @@ def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster, undisturbed
     assert starts[:2] == ["0", "40"]
     assert 50 <= int(starts[2]) < 80, "the signal's own checkpoint, not one of the interval"
     assert _losses(cluster.work / "stopped" / "tensorboard") == undisturbed
-
-
-@pytest.mark.slow
-def test_a_run_whose_disk_fills_up_goes_on_with_the_same_losses_when_there_is_room(cluster, undisturbed):
-    with mounted(cluster.work / "small") as disk:
-        filler = fill(disk, leave=5 * 2**20)  # three checkpoints
-        folders = ("--save=small/checkpoints", "--load=small/checkpoints", "--tensorboard-dir=full/tensorboard")
-        job = cluster.submit(PRETRAIN, *TRAINS, *folders, "--save-interval=20")
-        cluster.until(lambda: cluster.state(job)["Restarts"] == "1", 600, "the second attempt", job)
-        last = int((disk / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-        filler.unlink()
-        state = cluster.wait(job, 600)
-        assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
-    assert 20 <= last < 100 and any("No space left on device" in log for log in logs(cluster, job))
-    starts = re.findall(r"(?:starts at|continues from) iteration (\d+)", cluster.output(job))
-    assert starts == ["0", str(last)]
-    assert _losses(cluster.work / "full" / "tensorboard") == undisturbed
-
-
-@pytest.mark.slow
-def test_a_script_of_ones_own_goes_on_after_a_kill_from_a_folder_that_had_nothing(cluster, tmp_path):
-    """Submitted by the command, where nothing but the script is: its losses are those of an undisturbed run."""
-    shutil.copy(ROOT / "tests" / "mcore" / "own_script.py", tmp_path / "mine.py")
-    model = tiny_model(tokenizer_type="NullTokenizer", eval_interval=1000)
-    words = ("--script", "mine.py", "--nodes=1", "--ntasks-per-node=2", "--cpu", "--vocab-parallel", *model)
-    words += ("--pipeline-model-parallel-size=2", "--train-iters=60", "--save-interval=20", "--num-workers=1")
-
-    def run(name: str) -> str:
-        folders = (f"--save={name}", f"--load={name}", f"--tensorboard-dir={name}/tensorboard")
-        return cluster.submit_by_command(tmp_path, *words, *folders)
-
-    undisturbed = run("whole")
-    assert cluster.wait(undisturbed, 500)["JobState"] == "COMPLETED", cluster.output(undisturbed)
-    job = run("killed")
-    reached = "iteration       25/"
-    cluster.until(lambda: any(reached in log for log in logs(cluster, job, 0, tmp_path)), 300, "iteration 25", job)
-    cluster.run("kill", "-KILL", _rank_process(cluster, job, rank=1))
-    state = cluster.wait(job, 500)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), cluster.output(job)
-    assert re.findall(r"(?:starts at|continues from) iteration (\d+)", cluster.output(job)) == ["0", "20"]
-    losses = _losses(tmp_path / "killed" / "tensorboard")
-    assert len(losses) == 60 and losses == _losses(tmp_path / "whole" / "tensorboard")
 
 
 def _rank_process(cluster, job: str, rank: int) -> str:

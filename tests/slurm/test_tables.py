@@ -3,7 +3,6 @@
 import csv
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from megatron_vp.cost.layers.flops import paper_flops
 from megatron_vp.cost.paper.cells import cell_arguments
 from megatron_vp.cost.paper.published import Cell, jobs, read_cells
 from megatron_vp.cost.paper.runs import PEAK_FLOPS
-from megatron_vp.jobs.shipped import BATCH_FILES
 from megatron_vp.mcore.start.preflight import check_job
 from tests.slurm.test_launch import TINY
 
@@ -61,14 +59,6 @@ def test_cell_can_be_run(cell, monkeypatch):
     accepted(cell)
 
 
-@pytest.mark.slow
-def test_every_cell_can_be_run(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    assert len(jobs()) == 168
-    for cell in jobs():
-        accepted(cell)
-
-
 def test_lists_hold_every_cell_and_say_how_to_submit_them(said, tmp_path):
     status, printed, _ = said("paper", "jobs", "-o", tmp_path)
     assert status == 0
@@ -81,15 +71,6 @@ def test_lists_hold_every_cell_and_say_how_to_submit_them(said, tmp_path):
     assert printed.startswith("sbatch --nodes=1 --gpus-per-node=8 ")
     rows = [line.split("\t") for path in tmp_path.glob("*.tsv") for line in path.read_text().splitlines()[1:]]
     assert {name: shlex.split(words) for name, words in rows} == {str(c): cell_arguments(c) for c in jobs()}
-
-
-def test_lists_can_be_submitted_from_any_folder(said, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    _, printed, _ = said("paper", "jobs", "-o", "cells")
-    words = shlex.split(printed.splitlines()[0])
-    assert f"--export=ALL,MEGATRON_VP_SLURM={BATCH_FILES},MEGATRON_VP_PYTHON={sys.executable}" in words
-    assert words[-2:] == [str(BATCH_FILES / "tables.sbatch"), "cells/8_gpus.tsv"] and Path(words[-2]).is_file()
-    accepted(SOME[0])
 
 
 def write_run(folder: Path, cell: Cell, milliseconds: list[float], peaks: list[float], **arguments: object) -> None:
@@ -132,20 +113,6 @@ def test_logs_become_a_table_that_the_predictions_are_set_beside(said, tmp_path)
     _, printed, _ = said("paper", "collect", tmp_path, "--hardware", "h100")
     measured = float(printed.splitlines()[1].split(",")[5])
     assert measured == pytest.approx(mfu * PEAK_FLOPS[5] / 989e12, rel=0.01)
-
-
-def test_flops_are_those_of_what_ran(said, tmp_path):
-    write_run(tmp_path, SOME[0], [1000.0] * 5, [], num_layers=8, global_batch_size=64)
-    _, printed, _ = said("paper", "collect", tmp_path)
-    job = jobs()[SOME[0]]
-    ran = 3 * 64 * (2 * 2048 * 3072 * 256000 + 8 * (24 * 2048 * 3072**2 + 4 * 2048**2 * 3072))
-    assert float(printed.splitlines()[1].split(",")[5]) == pytest.approx(100 * ran / 8 / 320e12, rel=1e-3)
-    assert ran < paper_flops(job)
-    # The peak is the table's.
-    write_run(tmp_path, SOME[5], [1000.0] * 5, [])
-    _, printed, _ = said("paper", "collect", tmp_path)
-    expected = 100 * paper_flops(jobs()[SOME[5]]) / 24 / 312e12
-    assert float(printed.splitlines()[2].split(",")[5]) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +190,6 @@ def test_what_cannot_be_a_cell_or_a_number_is_one_line(tmp_path, row, environmen
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "srun" not in done.stdout, done.stderr
     assert said in done.stderr and done.stderr.startswith("tables: error: ")
     assert not (ROOT / "PWNED").exists() and not (tmp_path / "esc").exists()
-
-
-def test_a_number_with_a_leading_zero_is_that_number(tmp_path):
-    done = batch(tmp_path, "cell\targuments\n" + "a\t--x\n" * 9, SLURM_ARRAY_TASK_ID="08", SLURM_NTASKS_PER_NODE="08")
-    assert done.returncode == 0 and "--ntasks=8" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

@@ -103,10 +103,6 @@ class MachineCode:
         """Bits per thread of the widest load (LDG) or store (STG)."""
         return max(each.access[1] for each in self.instructions if each.access and each.access[0] == kind)
 
-    def accesses(self, kind: str, bits: int) -> int:
-        """How many loads or stores of that width there are."""
-        return sum(each.access == (kind, bits) for each in self.instructions)
-
     def instructions_per_element(self, elements: int, bits: int) -> float:
         """Executed per element of a row of `elements` of so many bits, which one program handles.
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange, count_buffer
+from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange
 from megatron_vp.vocab.shards import VocabShards
 
 HIDDEN = 4
@@ -58,18 +58,6 @@ def test_the_rows_of_every_owner_ascend_so_that_their_gradients_need_no_sort(pip
         for index in range(pipeline, shards.count, pipelines):
             owned = exchange.owned_by(index).tolist()
             assert owned == sorted(t for t in tokens.tolist() if shards.start(index) <= t < shards.start(index + 1))
-
-
-def test_exchanges_of_an_iteration_share_one_buffer_of_counts():
-    shards, buffer = VocabShards(50, 3), count_buffer(2, 3, torch.device("cpu"))
-    every_id, first_ids = torch.arange(50), torch.zeros(7, dtype=torch.int64)
-    exchanges = [
-        RowExchange(tokens, shards, counts=row) for tokens, row in zip((every_id, first_ids), buffer, strict=True)
-    ]
-    for exchange in exchanges:
-        exchange.plan()
-    assert exchanges[0].counts == tuple(shards.rows(index) for index in range(3))
-    assert exchanges[1].counts == (7, 0, 0)
 
 
 def test_shards_cover_every_row_once_and_know_their_rows():
@@ -166,12 +154,6 @@ def test_positions_are_sorted_by_owner_then_word_then_position(seed):
         assert exchange._counts.tolist() == [owners.count(each) for each in range(stages + 2)]
 
 
-def test_in_the_even_cut_every_rank_is_a_holder():
-    shards = VocabShards(20, 4)
-    assert [shards.rows(index) for index in range(4)] == [8, 8, 4, 0]
-    assert shards.holders == (0, 1, 2, 3) and not shards.alike and VocabShards(32, 4).alike
-
-
 @pytest.mark.parametrize(
     ("rows", "tensor", "line"),
     [
@@ -192,12 +174,6 @@ def test_rows_that_are_no_cut_are_refused(rows, tensor, line):
 def test_rows_that_tensor_ranks_cannot_share_are_refused():
     with pytest.raises(UserError, match="multiple of --tensor-model-parallel-size"):
         VocabShards(51, 4, 2)
-
-
-def test_the_unit_changes_where_a_shard_has_a_thousand_rows():
-    for even in range(1, 5000, 7):
-        rows = VocabShards(8 * even, 8).rows_per_shard
-        assert 0 <= rows - even < (64 if even >= 1024 else 8) and rows % (64 if even >= 1024 else 8) == 0
 
 
 def test_a_token_outside_the_vocabulary_is_refused():

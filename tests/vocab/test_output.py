@@ -187,21 +187,6 @@ def test_a_weight_gradient_is_off_by_two_roundings_where_a_rounded_d_is_by_one(m
     assert _distance(found, expected) < 2 * _distance(rounded.double().t() @ x.double(), expected)
 
 
-def test_statistics_of_stages_fold_as_those_of_shards():
-    logits_srn = torch.randn(2, 3, 5, dtype=torch.float64)  # of two stages, three shards each, one logit a shard
-    shards = torch.stack([logits_srn, torch.ones_like(logits_srn), torch.rand_like(logits_srn)], dim=2)
-    empty = torch.tensor([-torch.inf, 0, 0], dtype=torch.float64)[None, :, None].expand(3, 3, 5)
-    shards = torch.cat([shards, empty[None]])
-    total_3n, stages = torch.empty(3, 5, dtype=torch.float64), torch.empty(3, 3, 5, dtype=torch.float64)
-    for shards_of_stage, stage_3n in zip(shards, stages, strict=True):
-        EagerOperations().fold_(stage_3n, shards_of_stage)
-    assert torch.equal(stages[2], empty[0])
-    EagerOperations().fold_(total_3n, stages)
-    total = GlobalStatistics(*total_3n)
-    torch.testing.assert_close(total.log_sum_exp_n, logits_srn.flatten(0, 1).logsumexp(0))
-    torch.testing.assert_close(total.linear_n, shards[:, :, 2].sum((0, 1)))
-
-
 # Large coefficients, so that a wrong term shows; a z-loss alone, smoothing alone, and both.
 LOSSES = [TokenLoss(z_loss=0.3), TokenLoss(label_smoothing=0.2), TokenLoss(label_smoothing=0.2, z_loss=0.3)]
 
@@ -274,14 +259,6 @@ def test_weight_gradients_add_up(dtype):
         layer.t_pass(pending, GlobalStatistics(*pending.statistics_3n), row_gradient, input_gradient=False)
         found.append(parameter.main_grad.clone())
     torch.testing.assert_close(found[1], 2 * found[0])
-
-
-def test_two_runs_give_the_same_bits():
-    x, weight, labels, row_gradient = _problem(50, torch.float32)
-    first = _sharded(x, weight, labels, row_gradient, 3, "vocab-1")
-    second = _sharded(x, weight, labels, row_gradient, 3, "vocab-1")
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_logits_far_from_zero_do_not_overflow():

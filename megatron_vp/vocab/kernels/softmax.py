@@ -4,7 +4,7 @@ A fast GPU needs about as long to move four bytes per logit (a 16-bit load and s
 logit, so both memory traffic and instruction counts matter. The kernels use one load, one store and one exponential per
 logit. For rows of up to `FULLY_OCCUPYING_ROW` logits, they use few enough registers for a multiprocessor to run 64
 warps. For some row lengths, up to two fifths of the logits are loaded again, from L1. Rows longer than `LARGEST_ROW`
-are loaded twice. `tests/vocab/data/kernel_counts.csv` lists the instruction and register counts.
+are loaded twice. `tests/vocab/test_compiled.py` holds instructions and registers to these limits.
 """
 
 from __future__ import annotations
