@@ -1,6 +1,5 @@
 """Test the `megatron-vp` command in a shell: streams, exit status, interruption."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,14 +14,6 @@ from megatron_vp.cli.app import SECTIONS, app, main
 
 COMMAND = [sys.executable, "-m", "megatron_vp.cli.app"]
 LONG = ["schedule", "1f1b", "-p", "8", "-m", "400", "--format", "json"]
-
-
-def load_examples():
-    path = Path(__file__).parents[1] / "scripts" / "examples.py"
-    spec = importlib.util.spec_from_file_location("examples", path)
-    script = sys.modules["examples"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
 
 
 def start(*arguments, **streams):
@@ -84,31 +75,6 @@ def test_the_summaries_of_the_commands_are_shown_uncut(group):
     assert {name for name, _ in lines} == known
     for _, summary in lines:
         assert len(summary) <= 50 and summary.endswith(".") and not summary.endswith("..."), summary
-
-
-def test_every_command_has_an_example_of_what_it_prints():
-    examples = load_examples()
-    assert {path.stem for path in examples.FOLDER.iterdir()} == {name.replace(" ", "_") for name in examples.EXAMPLES}
-    for name in examples.EXAMPLES:
-        kept = examples.path_of(name).read_text(encoding="utf-8")
-        assert kept.startswith("$ ") and "megatron-vp " in kept and kept.count("\n") > 1, name
-    said = subprocess.run([*COMMAND, "paper", "jobs", "--help"], capture_output=True, text=True).stdout
-    assert all(f"  {line}\n" in said for line in examples.path_of("paper jobs").read_text("utf-8").splitlines())
-
-
-SAME = ("plan", "simulate", "data", "flags", "paper tables")
-"""Further commands whose example is the same on every machine."""
-
-
-@pytest.mark.parametrize(
-    "name", ["schedule", "paper jobs", *[pytest.param(name, marks=pytest.mark.slow) for name in SAME]]
-)
-def test_examples_in_the_help_show_what_the_commands_print(tmp_path, name):
-    """Those whose output is the same everywhere."""
-    examples = load_examples()
-    examples.prepare(tmp_path)
-    example = examples.EXAMPLES[name]
-    assert examples.shown(example, examples.run(example, tmp_path)) == examples.path_of(name).read_text("utf-8")
 
 
 @pytest.mark.parametrize("words", ["--help", "simulate llama3_8b"])

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
+from megatron_vp.cost.layers.shapes import Job, ModelShape
 from megatron_vp.cost.planning import offloading
 from megatron_vp.cost.planning.offloading import fullest_node
-from megatron_vp.cost.planning.predict import has_one_queue, predict
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Pass, PassCosts, Simulator, generate
@@ -19,7 +18,6 @@ H200 = HARDWARE["h200"]
 MODEL = ModelShape(layers=32, hidden=4096, heads=32, ffn=16384, vocab=32000)
 # A sequence so long that none of its tensors is too small to leave.
 JOB = Job(MODEL, sequence=8192, micro_batch=1, microbatches=32, pipeline=8, layers=LayerKind.ENGINE)
-PO = Plan("po", chunks=4)
 
 
 ONE_RANK = generate("interleaved", 1, 2, chunks=2)
@@ -39,19 +37,6 @@ def test_a_rank_waits_for_its_copies(order, free, shared):
     for one_queue, makespan in ((False, free), (True, shared)):
         found = Simulator(replace(ONE_RANK, ranks=(steps,)), costs, one_queue).simulate(costs)
         assert found.makespan == makespan
-
-
-def test_megatron_wants_one_queue_for_tensor_parallelism_before_blackwell():
-    tensor = replace(JOB, tensor=2)
-    found = [has_one_queue(job, HARDWARE[name]) for job in (JOB, tensor) for name in ("h200", "b200", "cpu")]
-    assert found == [False, False, False, True, False, False]
-    assert has_one_queue(replace(JOB, one_queue=True), HARDWARE["b200"])
-    free, shared = (
-        predict(replace(JOB, one_queue=one), replace(PO, offload_chunks=1), H200).iteration_seconds
-        for one in (False, True)
-    )
-    assert shared > 1.01 * free
-    assert len({predict(replace(JOB, one_queue=one), PO, H200).iteration_seconds for one in (False, True)}) == 1
 
 
 def test_a_node_holds_the_activations_of_its_own_ranks():

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from unittest import mock
 
 import pytest
 
@@ -10,8 +9,8 @@ from megatron_vp.cli.plan import Answer
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
 from megatron_vp.cost.layers.job_plan import settings_of
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
-from megatron_vp.cost.planning import predict, samples
-from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, check_pipeline, method_of
+from megatron_vp.cost.planning import samples
+from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, method_of
 from megatron_vp.cost.planning.choice import Choice, choose
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates, with_limit
 from megatron_vp.cost.planning.predict import evaluate
@@ -129,22 +128,6 @@ def test_a_simulation_that_is_cut_short_comes_to_the_same(name, layers, monkeypa
     assert short.busy == pytest.approx(whole.busy)
     assert short.peak_memory == pytest.approx(whole.peak_memory)
     assert (short.mfu, short.tokens_per_second) == pytest.approx((whole.mfu, whole.tokens_per_second), rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "layers", "words"),
-    [
-        (1, 12, "needs no plan"),
-        (1_000, 12, "12 layers cannot fill 1000 virtual stages"),
-        (1_000, 2_000, "give at most 128, or simulate one schedule"),
-    ],
-)
-def test_a_pipeline_without_a_plan_is_refused_at_once(pipeline, layers, words):
-    with (
-        mock.patch.object(predict, "make_simulator", side_effect=AssertionError("a schedule was generated")),
-        pytest.raises(UserError, match=words),
-    ):
-        check_pipeline(replace(JOB, pipeline=pipeline, model=replace(MODEL, layers=layers)))
 
 
 def _made(schedule, method, seconds, memory=0.0):

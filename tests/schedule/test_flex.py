@@ -22,7 +22,6 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule import flex as module
 from megatron_vp.schedule.flex import fitted, shaped
-from megatron_vp.schedule.generators.v_shapes import Shape
 from megatron_vp.schedule.validate import validate
 
 BASES = ("v-min", "v-half", "zb-v")
@@ -116,12 +115,6 @@ def test_the_shape_is_written_and_makes_the_same_schedule_without_a_search(monke
     assert request.schedule() == found
     evaluated = ScheduleRequest.of(again, 4, 8, method=VocabMethod.VOCAB_2, costs=UNEVEN, forward_only=True).schedule()
     assert evaluated.ranks == evaluation(found, UNEVEN).ranks
-
-
-def test_a_shape_prints_and_parses_back():
-    assert Shape.parse(str(Shape(12, 2))) == Shape(12, 2)
-    with pytest.raises(UserError, match="'wide' is not a shape of v-flex; use one of zb-v, "):
-        shaped(FAMILIES["v-flex"], "wide", 4)
 
 
 @pytest.mark.parametrize(

@@ -145,9 +145,3 @@ def test_the_file_says_what_is_offloaded_and_reads_back(some):
         match=r"sets 'offloaded' to \[\[0, 1\]\], but its placement and passes require \[\[0, 0\], ",
     ):
         from_json(json.dumps(document))
-
-
-@pytest.mark.parametrize(("name", "count"), [("v-half", 3), ("1f1b", 2), ("po", -1)])
-def test_more_chunks_than_there_are_is_refused(name, count):
-    with pytest.raises(UserError, match=f"cannot offload {count} chunks with schedule {name}, which has"):
-        generate(name, 4, 8, offload_chunks=count)

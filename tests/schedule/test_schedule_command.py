@@ -1,9 +1,6 @@
 """Test `megatron-vp schedule`: every format, reading files back, and one-line errors for impossible requests."""
 
-import errno
-import io
 import json
-import os
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
@@ -11,7 +8,6 @@ from itertools import pairwise
 import pytest
 from typer.testing import CliRunner
 
-from megatron_vp import files
 from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import evaluation, generate, lower
@@ -168,25 +164,6 @@ def test_bad_input_is_one_line(arguments, words):
     result = run(*arguments)
     assert isinstance(result.exception, UserError)
     assert words in str(result.exception) and "\n" not in str(result.exception)
-
-
-def test_a_result_replaces_a_file_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
-    path, link = tmp_path / "schedule.json", tmp_path / "link.json"
-    path.write_text("before")
-    link.symlink_to(path)
-
-    class Full(io.FileIO):
-        def write(self, data):
-            super().write(bytes(data[:100]))
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "open", lambda file, mode: Full(file, mode), raising=False)
-        result = run(*FAMILY, "--format", "json", "-o", link)
-    assert isinstance(result.exception, UserError) and "No space left" in str(result.exception)
-    assert path.read_text() == "before" and sorted(os.listdir(tmp_path)) == ["link.json", "schedule.json"]
-    assert run(*FAMILY, "--format", "json", "-o", link).exit_code == 0
-    assert json.loads(path.read_text()) and link.is_symlink()
 
 
 def test_a_file_with_a_schedule_that_cannot_run_is_one_line(tmp_path):

@@ -16,7 +16,6 @@ from megatron_vp.schedule import (
     generate,
     simulate,
 )
-from megatron_vp.schedule.list_scheduler import ListScheduler
 from megatron_vp.schedule.validate import validate
 
 METHODS = {name: [str(method) for method in family.methods] for name, family in FAMILIES.items()}
@@ -103,18 +102,6 @@ def test_memory_is_used_where_it_pays_and_no_further(name, comm):
         busiest = max(simulate(schedule, costs).peak_activation)
         plain = FAMILIES[name].promised_peak(p, 0, schedule.chunks, 4 * p, VocabMethod.NONE) / schedule.chunks
         assert plain <= busiest <= max(memory_bound(schedule))
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks"), [(name, None) for name, family in FAMILIES.items() if family.block] + [("interleaved", 8)]
-)
-def test_the_list_scheduler_works_at_most_three_times_over_a_large_schedule(name, chunks, monkeypatch):
-    runs = []
-    monkeypatch.setattr(
-        "megatron_vp.schedule.reorder.ListScheduler", lambda *given: runs.append(given) or ListScheduler(*given)
-    )
-    generate(name, 8, 64, vocab="vocab-2", chunks=chunks)
-    assert 1 <= len(runs) <= 3
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -81,3 +82,28 @@ def unknown(text):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_name_commands_and_options_that_exist(page):
     assert not unknown(page.read_text(encoding="utf-8"))
+
+
+def test_every_command_has_an_example_of_what_it_prints():
+    assert {path.stem for path in examples.FOLDER.iterdir()} == {name.replace(" ", "_") for name in examples.EXAMPLES}
+    for name in examples.EXAMPLES:
+        kept = examples.path_of(name).read_text(encoding="utf-8")
+        assert kept.startswith("$ ") and "megatron-vp " in kept and kept.count("\n") > 1, name
+    said = subprocess.run(
+        [sys.executable, "-m", "megatron_vp", "paper", "jobs", "--help"], capture_output=True, text=True
+    ).stdout
+    assert all(f"  {line}\n" in said for line in examples.path_of("paper jobs").read_text("utf-8").splitlines())
+
+
+SAME = ("plan", "simulate", "data", "flags", "paper tables")
+"""Further commands whose example is the same on every machine."""
+
+
+@pytest.mark.parametrize(
+    "name", ["schedule", "paper jobs", *[pytest.param(name, marks=pytest.mark.slow) for name in SAME]]
+)
+def test_examples_in_the_help_show_what_the_commands_print(tmp_path, name):
+    """Those whose output is the same everywhere."""
+    examples.prepare(tmp_path)
+    example = examples.EXAMPLES[name]
+    assert examples.shown(example, examples.run(example, tmp_path)) == examples.path_of(name).read_text("utf-8")

@@ -168,14 +168,6 @@ def test_a_check_that_dies_is_tried_again(cluster, stand_in):
     assert "stopped with status 137; requeued" in cluster.output(job)
 
 
-def test_what_ranks_print_does_not_decide_whether_training_has_finished(cluster, stand_in):
-    """A line of a corpus of logs, say."""
-    lines = "echo 'exiting program after receiving SIGTERM'; echo 'successfully saved checkpoint'"
-    job = cluster.submit(PRETRAIN, "my.yaml", MEGATRON_VP_PYTHON=stand_in(lines))
-    state = cluster.wait(job, 120)
-    assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "0"), cluster.output(job)
-
-
 @pytest.mark.slow
 def test_what_was_planted_where_a_job_will_log_is_neither_run_nor_overwritten(cluster, stand_in, tmp_path):
     """Counters that are programs, and links where the logs will be: jobs have numbers that can be guessed."""
