@@ -146,7 +146,9 @@ install() {
     elif [[ $latest == yes ]]; then
         versions=(--upgrade --upgrade-strategy eager)
     fi
-    "$venv/bin/python" -m pip install --disable-pip-version-check "${versions[@]}" --editable '.[test,docs]' >&2
+    # Of some 14,000 modules, Python compiles those that are imported, when they are first imported.
+    "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check "${versions[@]}" \
+        --editable '.[test,docs]' >&2
 }
 
 # Transformer Engine provides Megatron's fast layers. Training also works without it, but is slower.
