@@ -42,7 +42,7 @@ def test_no_kernel_spills_registers_and_the_softmax_takes_the_instructions_of_th
             whole = line["width"] <= LONGEST_ROW
             most[whole] = max(most[whole], line["per_element"])
     assert 0.9 * WHOLE_ROW_INSTRUCTIONS < most[True] <= WHOLE_ROW_INSTRUCTIONS
-    assert 0.8 * LONG_ROW_INSTRUCTIONS < most[False] <= LONG_ROW_INSTRUCTIONS
+    assert 0.75 * LONG_ROW_INSTRUCTIONS < most[False] <= LONG_ROW_INSTRUCTIONS
 
 
 SYNCHRONISATION = """
