@@ -52,7 +52,7 @@ class Links:
                 self._sending.append((work, tensor))
             return None
         received = buffer(self._shapes, message.target_stage)
-        receiving = dist.irecv(received, members[message.source], group=group)
+        receiving: Any = dist.irecv(received, members[message.source], group=group)
 
         def complete() -> None:
             receiving.wait()
