@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from megatron_vp import __version__
 from megatron_vp.cli import paper
 from megatron_vp.cli.check import check
-from megatron_vp.cli.compare import report
+from megatron_vp.cli.compare import report, trace
 from megatron_vp.cli.data import data
 from megatron_vp.cli.env import env, flags
 from megatron_vp.cli.job import TAKES_A_JOB
@@ -27,7 +27,6 @@ from megatron_vp.cli.run import run
 from megatron_vp.cli.sbatch import sbatch
 from megatron_vp.cli.schedule import schedule
 from megatron_vp.cli.simulate import simulate
-from megatron_vp.cli.trace import trace
 from megatron_vp.errors import UserError, say
 
 SECTIONS = {

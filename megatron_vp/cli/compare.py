@@ -1,4 +1,4 @@
-"""`megatron-vp report`: compare a plain and a vocabulary-parallel run of the same job."""
+"""`megatron-vp report` and `trace`: compare two recorded runs of a job, and show what every rank of one did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_vp.cli.planning import OutputOption
-from megatron_vp.cli.result_output import format_for, write
+from megatron_vp.cli.result_output import check_destination, format_for, write
 
 
 class Format(StrEnum):
@@ -54,3 +54,24 @@ def report(
         write(picture(runs), output)
     else:
         write((json.dumps(runs.document()) if chosen is Format.JSON else runs.text()) + "\n", output)
+
+
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The --pipeline-trace folder of the run.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write one Perfetto file with all ranks; open it in ui.perfetto.dev."),
+    ] = None,
+) -> None:
+    """Show how every rank of a traced run spent its time, and simulate the run with the measured pass times.
+
+    Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
+    """
+    from megatron_vp.trace.figures import figures, table
+    from megatron_vp.trace.rank_files import merge, read_traces
+
+    check_destination(False, output)
+    traces = read_traces(folder)
+    typer.echo(table(traces, figures(traces)))
+    if output is not None:
+        write(merge(traces), output)

@@ -31,8 +31,8 @@ from megatron_vp.cli.planning import (
 from megatron_vp.cli.result_output import check_destination, format_for, progress_lines, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
+from megatron_vp.jobs.job_config import ONE_QUEUE, flags_of, yaml_of
 from megatron_vp.jobs.known_options import files_and_flags
-from megatron_vp.jobs.settings import ONE_QUEUE, flags_of, yaml_of
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.settings import ONE_QUEUE
+from megatron_vp.jobs.job_config import ONE_QUEUE
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware

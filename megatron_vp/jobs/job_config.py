@@ -1,10 +1,13 @@
-"""Reads a job's arguments from its configuration files and its flags, which override the files."""
+"""Reads a job's arguments from its configuration files and flags, which override the files, and writes settings."""
 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from typing import Any
+
+import yaml
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import flags_in, name_of, option_of
@@ -76,3 +79,56 @@ def _value(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+TWO_BATCHES = (
+    "--step-batch-size-schedule and --global-batch-size exclude each other: leave one out; if a configuration file "
+    "sets the batch size, add `global_batch_size: null` in a file given with --config"
+)
+
+
+def last_batch(schedule: str) -> int:
+    """The batch size at the end of `--step-batch-size-schedule`: pairs THRESHOLD:BATCH, such as `0:256 1B:512`.
+
+    Raises UserError for another text.
+    """
+
+    def number(text: str) -> int:
+        digits = text.upper().rstrip("KMBT")
+        return int(float(digits) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}[text.upper()[len(digits) :]])
+
+    try:
+        pairs = [pair.split(":") for pair in str(schedule).replace(",", " ").split()]
+        if (last := max((number(threshold), number(batch)) for threshold, batch in pairs)[1]) < 1:
+            raise ValueError("no samples")
+        return last
+    except (KeyError, OverflowError, ValueError) as error:
+        raise UserError(
+            f"--step-batch-size-schedule {schedule!r} cannot be parsed: give THRESHOLD:BATCH pairs, as in "
+            "'0:256 1B:512'"
+        ) from error
+
+
+ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Megatron requires this variable to be 1 with tensor or context parallelism on GPUs before Blackwell."""
+
+
+def flags_of(settings: dict[str, Any]) -> str:
+    """Format settings (values by long name; None and False unset one) as flags, without those that unset an option."""
+    words = []
+    for name, value in settings.items():
+        if value is None or value is False:
+            continue
+        text = shlex.quote(str(value))
+        if value is True:
+            words.append(option_of(name))
+        elif str(value).startswith("-"):  # Without "=", argparse would mistake the value for an option.
+            words.append(f"{option_of(name)}={text}")
+        else:
+            words += [option_of(name), text]
+    return " ".join(words)
+
+
+def yaml_of(settings: dict[str, Any]) -> str:
+    """Format settings as a YAML file that overrides a configuration."""
+    return yaml.safe_dump({"parallelism": settings}, sort_keys=False, width=10_000) if settings else ""

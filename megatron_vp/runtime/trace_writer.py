@@ -115,14 +115,13 @@ class PipelineTrace:
 
 
 def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
-    """Convert recorded spans to trace spans, sorted by start. An operation's span also records when it was posted.
+    """Convert recorded spans to trace spans, sorted by start.
 
     Posts get no spans, because they take no time. `axis` converts a recorded moment to milliseconds.
     """
-    posted = {span.work.operation: axis(span.start) for span in spans if isinstance(span.work, Post)}
     traced = []
     for span in spans:
-        lane, name, moment = Lane.COMPUTE, str(span.work), None
+        lane, name = Lane.COMPUTE, str(span.work)
         match span.work:
             case Post():
                 continue
@@ -136,6 +135,6 @@ def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], fl
                 lane, name, category = Lane.WAITS, str(operation), WAIT
             case operation:
                 lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM
-                category, moment = operation.category, posted.get(operation)
-        traced.append(TracedSpan(iteration, lane, name, category, axis(span.start), axis(span.end), moment))
+                category = operation.category
+        traced.append(TracedSpan(iteration, lane, name, category, axis(span.start), axis(span.end)))
     return sorted(traced, key=lambda item: item.start)

@@ -10,11 +10,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.costs import StageCosts
 from megatron_vp.schedule.draw import aligned
-from megatron_vp.schedule.ledger import activation_levels
-from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.placement import Placement
@@ -30,7 +27,6 @@ _TIMED = ("F", "B", "W", "S", "T", "IF", "IB")
 class RankFigures:
     """Means over the traced iterations, in milliseconds per iteration.
 
-    extent: time from the start of the rank's first pass to the end of its last pass, over all iterations.
     busy: time in passes and in the loss function.
     vocabulary: the part of `busy` spent in S and T passes.
     waiting: time for which the host (on CPU) or the compute stream (on GPU) waits for messages and collectives.
@@ -38,7 +34,6 @@ class RankFigures:
     hidden: the part of `communicating` during which the rank runs passes or the loss function.
     """
 
-    extent: float
     busy: float
     vocabulary: float
     waiting: float
@@ -74,7 +69,7 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
             took.append(max(span.end for span in spans) - min(span.start for span in spans))
     except ValueError as error:
         raise UserError(f"the traced passes do not form a valid schedule: {error}") from None
-    ranks = tuple(rank_figures(trace.spans, len(trace.microbatches)) for trace in traces)
+    ranks = tuple(_of_rank(trace.spans, len(trace.microbatches)) for trace in traces)
     return Figures(ranks, costs, fmean(took), fmean(predicted))
 
 
@@ -121,21 +116,6 @@ def mean_costs(traces: Sequence[RankTrace]) -> StageCosts:
     return StageCosts(**passes, messages=messages, collectives=means)
 
 
-def held_activations(traces: Sequence[RankTrace]) -> list[perfetto.Event]:
-    """Perfetto counter events that show how many activations each rank holds over time, as in a simulated trace."""
-    events = []
-    for iteration in sorted(traces[0].microbatches):
-        schedule = ran(traces, iteration)
-        for rank, trace in enumerate(traces):
-            held = 0.0
-            for span, (during, after) in zip(_passes(trace, iteration), activation_levels(schedule, rank), strict=True):
-                for time, level in ((span.start, during), (span.end, after)):
-                    if level != held:
-                        events.append(perfetto.level(rank, Held.ACTIVATIONS, time, level))
-                        held = level
-    return events
-
-
 def _passes(trace: RankTrace, iteration: int | None = None) -> list[TracedSpan]:
     """The passes of an iteration, or of all iterations."""
     passes = [span for span in _compute(trace.spans) if span.category != LOSS]
@@ -147,12 +127,11 @@ def _compute(spans: Sequence[TracedSpan]) -> list[TracedSpan]:
     return [span for span in spans if span.lane is Lane.COMPUTE and span.category != LOAD]
 
 
-def rank_figures(spans: Sequence[TracedSpan], count: int = 1) -> RankFigures:
+def _of_rank(spans: Sequence[TracedSpan], count: int) -> RankFigures:
     """Compute a rank's figures from the spans of `count` iterations, in order of start."""
     computing = _compute(spans)
     second_stream = [span for span in spans if span.lane is Lane.SECOND_STREAM]
     return RankFigures(
-        extent=computing[-1].end - computing[0].start,
         busy=_total(computing) / count,
         vocabulary=_total(span for span in computing if span.category in VOCABULARY_KINDS) / count,
         waiting=_total(span for span in spans if span.lane is Lane.WAITS) / count,

@@ -34,8 +34,7 @@ class TracedSpan:
     """One activity of a rank in a traced iteration.
 
     The span is a pass (named `F12`), a loss (`LOSS:3`), a read of data (`LOAD:3`), a collective (`C1:3`), a copy to the
-    host or back (`copy-out:3.1[0]`), or a wait, which is named after what it waits for. Times are in milliseconds;
-    `posted` is the time at which the rank submitted a collective or a copy to its stream.
+    host or back (`copy-out:3.1[0]`), or a wait, which is named after what it waits for. Times are in milliseconds.
     """
 
     iteration: int
@@ -44,7 +43,6 @@ class TracedSpan:
     category: str
     start: float
     end: float
-    posted: float | None = None
 
     @property
     def duration(self) -> float:
@@ -83,12 +81,8 @@ class RankTrace:
         used = {span.lane for span in self.spans}
         events = perfetto.process(self.rank, *(lane for lane in _LANES if lane in used or lane < Lane.COPIES))
         for span in self.spans:
-            args: dict[str, object] = {"iteration": span.iteration}
-            if span.posted is not None:
-                args["posted_us"] = 1e3 * span.posted
-            events.append(
-                perfetto.slice_event(self.rank, span.lane, span.name, span.category, span.start, span.end, args)
-            )
+            where, args = (self.rank, span.lane), {"iteration": span.iteration}
+            events.append(perfetto.slice_event(*where, span.name, span.category, span.start, span.end, args))
         return events
 
     @classmethod
@@ -110,7 +104,6 @@ class RankTrace:
 
 def _span(event: dict) -> TracedSpan:
     start = event["ts"] / 1e3
-    posted = event["args"].get("posted_us")
     return TracedSpan(
         iteration=event["args"]["iteration"],
         lane=Lane(event["tid"]),
@@ -118,7 +111,6 @@ def _span(event: dict) -> TracedSpan:
         category=event["cat"],
         start=start,
         end=start + event["dur"] / 1e3,
-        posted=None if posted is None else posted / 1e3,
     )
 
 
@@ -177,7 +169,6 @@ def read_ranks(folder: Path, of: Callable[[Any], Any], option: str) -> list[Any]
     return files
 
 
-def merge(traces: Sequence[RankTrace], extra: Sequence[perfetto.Event] = ()) -> str:
-    """Merge the traces of all ranks, and `extra` events, into one Perfetto trace."""
-    events = [event for trace in traces for event in trace.events()]
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": [*events, *extra]})
+def merge(traces: Sequence[RankTrace]) -> str:
+    """Merge the traces of all ranks into one Perfetto trace."""
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": [event for trace in traces for event in trace.events()]})

@@ -28,10 +28,9 @@ from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan
 from megatron_vp.cost.planning.layer_division import divided
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.job_config import flags_of, read_sizes, yaml_of
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.jobs.pattern_text import Pattern
-from megatron_vp.jobs.settings import flags_of, yaml_of
 from megatron_vp.jobs.yaml_files import read_leaves
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.schedule import Placement, VocabMethod

@@ -16,9 +16,8 @@ from megatron_vp.cost.planning.candidates import Candidate, candidates
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.job_config import read_sizes, yaml_of
 from megatron_vp.jobs.layout_text import layers_in, layout_of
-from megatron_vp.jobs.settings import yaml_of
 from megatron_vp.jobs.virtual_stages import ENDS
 from megatron_vp.schedule import VocabMethod
 from tests.cost.small_job import CONFIGS, run

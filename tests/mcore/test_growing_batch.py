@@ -5,8 +5,7 @@ from megatron.core.num_microbatches_calculator import StepBatchsizeNumMicroBatch
 
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.division import TWO_BATCHES, last_batch
-from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.job_config import TWO_BATCHES, last_batch, read_sizes
 from megatron_vp.mcore.start.banner import describe_sizes
 from megatron_vp.mcore.start.preflight import check_job
 from tests.harness.training import tiny_model

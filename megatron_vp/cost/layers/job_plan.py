@@ -136,11 +136,6 @@ def _chosen(config: JobConfig) -> Family:
     return default_schedule(config) if asked is None else family(str(asked))
 
 
-def layout_option(values: Mapping[str, Any]) -> str:
-    """The Megatron option that divides the job's layers into stages."""
-    return "--pipeline-model-parallel-layout" if pattern_in(values) is None else "--hybrid-layer-pattern"
-
-
 _LAYOUT_OPTIONS = (
     "pipeline_model_parallel_layout",
     "num_virtual_stages_per_pipeline_rank",

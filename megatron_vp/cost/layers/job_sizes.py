@@ -12,7 +12,7 @@ from typing import Any
 from megatron_vp.cost.layers.shapes import Delta, Fp8Recipe, Job, Latent, ModelShape, Recompute
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.division import TWO_BATCHES, last_batch
+from megatron_vp.jobs.job_config import TWO_BATCHES, last_batch
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.jobs.layout_text import stages_behind_mtp

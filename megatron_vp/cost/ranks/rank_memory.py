@@ -142,15 +142,11 @@ class MemoryModel:
             copies += rank not in (ends if job.model.tied else ends[:1])
         return held + copies * job.whole_rows * hidden
 
-    def fp8_copies(self, rank: int) -> float:
-        """Bytes of the fp8 copies of a rank's weights."""
-        return self._on(rank, "copies")
-
     def fp8_parameters(self, rank: int) -> float:
         """Number of parameters on a rank that are kept only in fp8."""
         if not self.job.fp8_parameters or self.job.fp8 is None:
             return 0.0
-        return self.fp8_copies(rank) / quantised(self.job.fp8, self.hardware).kept
+        return self._on(rank, "copies") / quantised(self.job.fp8, self.hardware).kept
 
     def expert_parameters(self, rank: int) -> int:
         """Parameters on a rank that belong to experts; each expert is on only some of the replicas."""
@@ -185,7 +181,7 @@ class MemoryModel:
         activations, vocabulary = self._peak_of_passes(rank)
         in_step = widened > activations + vocabulary
         counted = {
-            "parameters": job.element_bytes * (parameters - self.fp8_parameters(rank)) + self.fp8_copies(rank),
+            "parameters": job.element_bytes * (parameters - self.fp8_parameters(rank)) + self._on(rank, "copies"),
             "gradients": gradient * parameters + in_step * widened,
             "optimizer": job.state_bytes * stepped - 4 * self.muon(rank)[0],
             "activations": WORKSPACES + (0.0 if in_step else activations),

@@ -18,9 +18,8 @@ from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.offloading import with_limit
 from megatron_vp.cost.planning.stage_costs import order_costs
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import read_job_config
+from megatron_vp.jobs.job_config import ONE_QUEUE, read_job_config
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.reports.job_partition import layers_given

@@ -17,12 +17,10 @@ from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron_vp.errors import Reasons, Refused, UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.division import TWO_BATCHES
-from megatron_vp.jobs.job_config import ALGORITHM_ALONE
+from megatron_vp.jobs.job_config import ALGORITHM_ALONE, ONE_QUEUE, TWO_BATCHES
 from megatron_vp.jobs.known_options import Arguments, out_of_range
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
 from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, RUNS, UNREAD
-from megatron_vp.jobs.settings import ONE_QUEUE
 from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION

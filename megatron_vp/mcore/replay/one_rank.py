@@ -27,8 +27,7 @@ import yaml
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import grouped, name_of
-from megatron_vp.jobs.division import last_batch
-from megatron_vp.jobs.job_config import JobConfig, parallel_sizes, read_job_config, whole_number
+from megatron_vp.jobs.job_config import JobConfig, last_batch, parallel_sizes, read_job_config, whole_number
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent

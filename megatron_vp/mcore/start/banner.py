@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from megatron_vp.cost.planning.stage_costs import layers_of
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.division import last_batch
+from megatron_vp.jobs.job_config import last_batch
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.platform.installed import describe, versions
