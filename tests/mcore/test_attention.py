@@ -67,23 +67,6 @@ def test_no_scores_and_no_projection_twice_in_memory(rotated):
     assert sum(kept.values()) == 4 * 256 * 32 * 4 + statistics
 
 
-def test_a_layer_that_is_not_causal_takes_the_mask():
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from megatron_vp.mcore.model.attention import ScaledDotProductAttention
-
-    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
-    attention = ScaledDotProductAttention(config, 1, AttnMaskType.padding, "self")
-    query, key, value = (torch.randn(6, 2, 4, 8, dtype=torch.float64) for _ in range(3))
-    hidden = torch.zeros(2, 1, 6, 6, dtype=torch.bool)
-    hidden[0, :, :, 4:] = True
-    found = attention(query, key, value, hidden)
-    scores = torch.einsum("ibnd,jbnd->bnij", query, key) / 8**0.5
-    expected = torch.einsum("bnij,jbnd->ibnd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value)
-    torch.testing.assert_close(found, expected.flatten(2))
-
-
 # PyTorch's own choice among several is cuDNN's on a Hopper device.
 FLASH, CHOICE = [SDPBackend.FLASH_ATTENTION], [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
 

@@ -4,7 +4,6 @@ import contextlib
 import importlib
 import io
 import re
-import sys
 from argparse import Namespace
 from functools import partial
 from unittest import mock
@@ -17,7 +16,6 @@ from torch import nn
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.options.arguments import _with_checks
 from tests.harness.ranks import RankError, process_group, run_ranks
-from tests.harness.training import tiny_model
 from tests.mcore import engine, frozen, own_loop
 
 BOUND = 1e-6
@@ -331,24 +329,6 @@ def after_a_model(rank, ranks):
 
 def test_a_model_that_was_built_before_is_refused_at_the_call():
     run_ranks(1, after_a_model)
-
-
-def driver(_rank, _ranks):
-    """What a framework's driver does: Megatron's parser leaves the framework's own options alone."""
-    import megatron_vp
-
-    sys.argv = ["driver.py", *tiny_model(), "--rollout-batch-size", "8"]
-    megatron_vp.enable(vocab_parallel=True, pipeline_schedule="zb-h1")
-    from megatron.training import arguments
-
-    parsed, complete = arguments.parse_args(ignore_unknown_args=True), list(sys.argv)
-    # As a part of Megatron does when training begins.
-    assert arguments.parse_args(ignore_unknown_args=True) == parsed and sys.argv == complete
-    return parsed.vocab_parallel, parsed.pipeline_schedule, sys.argv[-2:]
-
-
-def test_settings_reach_a_parser_that_leaves_unknown_options_alone():
-    assert run_ranks(1, driver) == [(True, "zb-h1", ["--rollout-batch-size", "8"])]
 
 
 def test_arguments_that_the_settings_did_not_reach_are_refused():

@@ -16,7 +16,7 @@ from megatron_vp.errors import PeerLost, UserError, at_last, say
 from megatron_vp.mcore.start.launch import one_line_errors
 from megatron_vp.mcore.storage.attempt import noting_the_end
 from tests.harness.broken import BROKEN, break_stderr
-from tests.harness.ranks import RankError, run_ranks, run_ranks_to_their_end
+from tests.harness.ranks import run_ranks, run_ranks_to_their_end
 from tests.harness.training import tiny_model
 
 
@@ -78,12 +78,6 @@ def end_normally(rank: int, world: int, stop: BaseException | None) -> bool:
 @pytest.mark.parametrize("stop", [None, SystemExit(0)])
 def test_a_run_that_ends_leaves_no_process_group(stop):
     assert run_ranks(2, end_normally, stop, timeout=30) == [False, False]
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError("a defect"), ConnectionResetError(104, "a peer has gone")])
-def test_other_errors_before_ranks_are_connected_are_left_as_they_are(error):
-    with pytest.raises(RankError, match=f"Traceback(.|\n)*{error.args[-1]}"):
-        run_ranks(1, end_with, error, False, None, timeout=30)
 
 
 def end_in_pretrain(rank: int, world: int, error: BaseException, trains: bool, folder: str) -> None:

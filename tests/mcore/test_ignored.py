@@ -62,7 +62,6 @@ OF_OTHER_PROGRAMS = (
 """Prefixes of options for other models, RL, distillation and inference, of deprecated options that ask for the
 default, and of Muon's options, which are looked up under names built at run time.
 """
-FOR_VOCABULARY_PASSES = ("cross_entropy_loss_fusion", "save_dgrads_interval", "account_for_loss_in_pipeline_split")
 
 
 def warned(vocab_parallel=False, pipeline_schedule="1f1b", **options):
@@ -82,25 +81,11 @@ def test_an_option_without_effect_is_named_once(name):
     assert " with --pipeline-schedule 1f1b and --vocab-parallel: " in said
 
 
-def test_nothing_is_said_where_megatron_uses_the_option():
-    assert warned(**ASKED) == [] == warned(vocab_parallel=True)
-    # The vocabulary layers are Megatron's own, and three options about messages share a record.
-    assert len(warned(pipeline_schedule="zb-h1", **ASKED)) == len(ASKED) - len(FOR_VOCABULARY_PASSES) - 2
-
-
 @pytest.mark.parametrize(("job", "mended"), TRAINS_SOMETHING_ELSE, ids=str)
 def test_a_job_in_which_megatron_trains_something_else_is_warned_of_and_its_sound_neighbour_is_not(job, mended):
     (said,) = warned(**job)
     assert said == warned(vocab_parallel=True, **job)[0]
     assert warned(**job | mended) == []
-
-
-def test_a_single_hardware_queue_is_warned_of_where_megatron_does_not_need_it(monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    (said,) = warned(vocab_parallel=True)
-    assert said.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 lets a collective or copy that waits block all passes")
-    for sound in ({"vocab_parallel": False}, {"tensor_model_parallel_size": 2}, {"distributed_backend": "gloo"}):
-        assert warned(**{"vocab_parallel": True} | sound) == []
 
 
 def test_the_options_that_megatron_never_reads_are_those_of_the_table():

@@ -5,7 +5,6 @@ import contextlib
 import io
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 
@@ -137,19 +136,6 @@ def test_a_signature_is_compared_in_its_own_series_alone(library, monkeypatch):
         with pytest.raises(UserError, match=r"first does not fit megatron_vp: expected \(a, more\), found \(a\)"):
             start(run)
     assert patches.in_force() == ()
-
-
-def test_a_group_that_a_run_does_not_select_is_not_checked(library, monkeypatch):
-    attention = "only with --core-attention sdpa"
-    broken = PatchGroup("broken", "harm", "library", OLD, applies=attention, early=True)
-    monkeypatch.setattr(patch_table, "GROUPS", (broken,))
-    del library.first
-    run = argparse.Namespace(core_attention="megatron")
-    patch_table.require_fit(run)
-    patch_table.apply(run, early=True)
-    monkeypatch.setattr(patch_table, "GROUPS", (replace(broken, applies="always"),))
-    with pytest.raises(UserError, match="library:first does not fit"):
-        patch_table.require_fit(run)
 
 
 UNFIT = {

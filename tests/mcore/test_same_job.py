@@ -82,17 +82,6 @@ def test_ranks_of_different_jobs_end_with_one_line():
         assert line.startswith(told) and "; start every rank with the same" in line
 
 
-def state_a_default(rank, _world_size):
-    """Compare a job of which only rank 1 states a default, and writes some values in another notation."""
-    from megatron_vp.mcore.start.same_job import compare, facts
-
-    notations = ["0.3", "/a"], {"a": 1, "b": 2}
-    if rank == 1:
-        notations = ["0.3", "/b"], {"b": 2, "a": 1}
-    values = {"lr_wsd_decay_style": "exponential", **dict(zip(("data_path", "of_a_model"), notations, strict=True))}
-    compare(facts(values, given={"lr_wsd_decay_style": "--lr-wsd-decay-style"} if rank == 1 else {}), 60.0)
-
-
 def test_a_rank_that_does_not_arrive_is_named(monkeypatch):
     from megatron_vp.errors import PeerLost
     from megatron_vp.mcore.start.same_job import compare
@@ -105,10 +94,6 @@ def test_a_rank_that_does_not_arrive_is_named(monkeypatch):
     launcher_store.Notes("start/others").leave(1)
     with pytest.raises(PeerLost, match=r"there is no word from rank 2 after 0 s"):
         compare({"alike": {}, "given": {}}, 0.1)
-
-
-def test_a_default_that_one_rank_states_is_the_same_job():
-    run_ranks(2, state_a_default)
 
 
 def test_places_of_files_may_differ_and_versions_may_not():

@@ -52,13 +52,6 @@ def test_all_ranks_find_the_same_shape():
     assert shapes[0] and len(set(shapes)) == 1
 
 
-def test_a_check_leaves_no_job_behind():
-    check_job(["--cpu", *tiny_model()], 1)
-    assert settled.process.words == settled.Words()
-    with pytest.raises(AssertionError, match="before Megatron's arguments were validated"):
-        settled.current()
-
-
 def test_a_replay_is_known_inside_alone():
     with settled.replaying(counts_engine=True):
         with settled.replaying(meter="a meter"):

@@ -459,11 +459,6 @@ def test_hosts_may_wait_for_their_devices(cause, name, method, ranks):
     assert world.held > 10, "hosts found their devices busy"
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_hosts_may_wait_here_and_there(seed):
-    together("v-half", "vocab-2", 3, World(3, frozenset(Cause), probability=0.02, seed=seed))
-
-
 @pytest.mark.parametrize(("name", "method", "ranks"), [("1f1b", "vocab-1", 2), ("v-half", "vocab-2", 3)])
 @pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name)
 def test_with_early_receives_hosts_that_wait_hang(cause, name, method, ranks):
