@@ -31,19 +31,14 @@ class Quantised(NamedTuple):
     columns: float
 
     @property
-    def moved(self) -> float:
-        """Bytes read and written per element."""
-        return self.read + self.rows + self.columns
-
-    @property
     def kept(self) -> float:
         """Bytes kept per element of a weight: its row-wise copy for F and its column-wise copy for B."""
         return self.rows + self.columns
 
     @property
-    def kept_for_weights(self) -> float:
-        """Bytes kept per element of a matrix product's input, from which W computes the weight gradient."""
-        return self.columns or self.rows
+    def moved(self) -> float:
+        """Bytes read and written per element."""
+        return self.read + self.kept
 
 
 _SCALES = {Fp8Recipe.BLOCKWISE: 4 / 128, Fp8Recipe.MXFP8: 1 / 32, Fp8Recipe.NVFP4: 1 / 16}
@@ -106,6 +101,7 @@ def activations_saved(job: Job, hardware: Hardware, kind: str = "t") -> float:
     """
     if job.fp8 is None:
         return 0.0
-    kept = quantised(job.fp8, hardware).kept_for_weights
+    each = quantised(job.fp8, hardware)
+    kept = each.columns or each.rows  # per element of a product's input, from which W computes the weight gradient
     left = [op for op in operations(job, kind) if not op.again(job)]
     return sum((job.element_bytes - kept) * op.narrow - kept * op.doubled for op in left)

@@ -187,7 +187,7 @@ class PassTimes:
     def counted(self) -> bool:
         """Whether the job runs Transformer Engine's layers on hardware with known attention rates."""
         rates = self.hardware.rates
-        return rates is not None and rates.attention is not None and self.job.layers is LayerKind.ENGINE
+        return self.job.layers is LayerKind.ENGINE and rates is not None and rates.attention is not None
 
     @property
     def accumulated(self) -> int:
@@ -232,25 +232,21 @@ class PassTimes:
 
     def output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
         """Seconds of S and T."""
-        own = self.own_kernels(rows)
+        job, own = self.job, self.own_kernels(rows)
         if own:
-            return replace(own, tokens=self.job.output_tokens).output(method)
-        return self.eager_output_shard(method, rows)
-
-    def eager_output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
-        """Seconds of S and T in the paper's eager code, with the fitted constants."""
-        job = self.job
+            return replace(own, tokens=job.output_tokens).output(method)
+        # The paper's eager code, with the fitted constants.
         matrix = Matrix(job.model.hidden, job.shard_rows if rows is None else rows, job.output_tokens)
         product, logits = self.gemm_time(matrix), matrix.tokens * matrix.outputs
-        early = method is VocabMethod.VOCAB_2
+        early, constants = method is VocabMethod.VOCAB_2, self.hardware.constants
         hidden = (SHARED_HIDDEN + early * EARLY_HIDDEN) * job.output_tokens * job.model.hidden
-        softmax = self.memory_time((self.hardware.constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
+        softmax = self.memory_time((constants.score_bytes + early * EARLY_SCORES) * logits + hidden)
         first = EAGER_SCORES_FORWARD / (EAGER_SCORES_FORWARD + EAGER_SCORES_BACKWARD)
         products = 2 if early else 1
-        scores = products * product + first * softmax + self.hardware.constants.gap
+        scores = products * product + first * softmax + constants.gap
         added = self.memory_time(self.accumulated * matrix.weights)
         gradients = (3 - products) * product + (1 - first) * softmax + added
-        return scores, gradients + self.hardware.constants.gap
+        return scores, gradients + constants.gap
 
     def embedding_shard(self, rows: int | None = None) -> tuple[float, float]:
         """Seconds of IF and IB.
@@ -261,10 +257,9 @@ class PassTimes:
         if own:
             return own.embedding(job.pipeline * job.tensor if rows is None else job.model.vocab / rows)
         units, weights = job.tokens * job.model.hidden / job.tensor, (rows or job.shard_rows) * job.model.hidden
-        return (
-            self.memory_time(EMBED_FORWARD * units) + self.hardware.constants.gap,
-            self.memory_time(EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * weights) + self.hardware.constants.gap,
-        )
+        moved = EMBED_FORWARD * units, EMBED_BACKWARD * units + SHARD_EMBEDDING_GRADIENT * weights
+        forward, backward = (self.memory_time(each) + self.hardware.constants.gap for each in moved)
+        return forward, backward
 
     def placed_rows(self) -> float:
         """Seconds that F and B of the first stage each take to reorder exchanged embedding rows. The result is 0 with

@@ -180,39 +180,40 @@ class MemoryModel:
         widened = 4 * stepped if job.widens_gradients else 0
         activations, vocabulary = self._peak_of_passes(rank)
         in_step = widened > activations + vocabulary
+        # Microbatches whose hidden states are in transit to or from a rank: two with one chunk, four with more.
+        messages = 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
         counted = {
             "parameters": job.element_bytes * (parameters - self.fp8_parameters(rank)) + self._on(rank, "copies"),
             "gradients": gradient * parameters + in_step * widened,
             "optimizer": job.state_bytes * stepped - 4 * self.muon(rank)[0],
             "activations": WORKSPACES + (0.0 if in_step else activations),
             "vocabulary": 0.0 if in_step else vocabulary,
-            "communication": self._messages(rank) * self.job.units * job.element_bytes,
+            "communication": messages * job.units * job.element_bytes,
         }
         moving = in_step * widened + counted["activations"] + counted["vocabulary"] + counted["communication"]
         outside = outside_memory(job, self.schedule, rank, self.hardware)
         return RankMemory(**counted, outside=outside, fragments=FRAGMENTS * moving)
 
-    def _messages(self, rank: int) -> int:
-        """Microbatches whose hidden states are in transit to or from a rank: two with one chunk, four with more."""
-        return 2 * min(len(self.schedule.placement.stage_of[rank]), 2)
-
     def _peak_of_passes(self, rank: int) -> tuple[float, float]:
         """Bytes of activations and of the vocabulary layers in the pass in which their sum is largest."""
-        placement, split = self.schedule.placement, self.schedule.split_backward
-        whole = self.schedule.vocab is VocabMethod.NONE
-        in_pass = self.in_pass(rank)
-        logits, scored = (tokens * self.job.whole_rows for tokens in (self.job.tokens, self.job.output_tokens))
-        dense = self.job.element_bytes * self.job.whole_rows * self.job.model.hidden
+        job, placement, split = self.job, self.schedule.placement, self.schedule.split_backward
+        whole, paper, in_pass = (
+            self.schedule.vocab is VocabMethod.NONE,
+            job.layers is LayerKind.PAPER,
+            self.in_pass(rank),
+        )
+        logits, scored = (tokens * job.whole_rows for tokens in (job.tokens, job.output_tokens))
+        dense = job.element_bytes * job.whole_rows * job.model.hidden
         # An unsplit output layer keeps its logits from F to B (`scored`: also those of multi-token prediction), and
         # needs two more bytes per logit of one prediction while it runs.
-        kept_score = 2 if self.job.cross_entropy == "te" else 4
+        kept_score = 2 if job.cross_entropy == "te" else 4
         kept = self.kept(rank)
         waiting = kept
-        if self.job.layers is not LayerKind.PAPER:
+        if not paper:
             waiting = self.held(rank, "waiting")
             if whole and placement.last_rank == rank:
                 # The output layer keeps the last norm's result until its weight gradient is computed.
-                waiting[placement.stages - 1] += self.job.element_bytes * self.job.units
+                waiting[placement.stages - 1] += job.element_bytes * job.units
         kinds = {kind for stage in placement.stage_of[rank] for kind in self._stages[stage]}
         held = max((self._layer_memory[kind].once for kind in kinds), default=0.0)
         scores = 0.0
@@ -251,7 +252,7 @@ class MemoryModel:
                 layers += in_pass[stage].backward + (max(0.0, waiting[stage] - kept[stage]) if left else 0.0)
                 if has_output:
                     vocabulary += 2 * logits
-                    if self.job.layers is not LayerKind.PAPER:
+                    if not paper:
                         moments.append((held, vocabulary))
                         # The logits are freed before the layers' backward begins.
                         vocabulary += 2 * left * scored - 2 * logits - kept_score * scored
@@ -260,8 +261,7 @@ class MemoryModel:
                 if whole and stage == 0:
                     # The first stage's backward computes the embedding's dense gradient last. In the paper's code, only
                     # one of the stage's layers still keeps tensors for W at that point.
-                    paper = left and self.job.layers is LayerKind.PAPER
-                    fewer = waiting[stage] - SPLIT_BACKWARD * self.job.units if paper else 0.0
+                    fewer = waiting[stage] - SPLIT_BACKWARD * job.units if left and paper else 0.0
                     moments.append((after - fewer, scores + dense))
             elif kind is PassKind.W and has_output:
                 vocabulary += dense
