@@ -58,7 +58,7 @@ from megatron_vp.schedule import (
     lower,
     simulate,
 )
-from megatron_vp.schedule.expand_interlaced import expand_interlaced
+from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.transfers import Copy, Edge
 
 UNITS = {"F": 1.0, "B": 1.0, "W": 1.0, "S": 0.25, "T": 0.25, "IF": 0.05, "IB": 0.05}

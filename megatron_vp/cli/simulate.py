@@ -63,7 +63,7 @@ def simulate(
     from megatron_vp.cost.planning.offloading import check_offload
     from megatron_vp.cost.planning.own_plan import own_plan, traced_costs
     from megatron_vp.cost.planning.predict import predict
-    from megatron_vp.schedule.gc_paused import gc_paused
+    from megatron_vp.schedule.graph import gc_paused
     from megatron_vp.trace.rank_files import read_traces
 
     output_format = format_for(asked_format, output, Format)

@@ -27,10 +27,10 @@ OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
 
 
-def expected_passes(schedule: Schedule, holds_rows: bool, offloaded: Sequence[int] = ()) -> list[Pass]:
-    """The passes that a rank must run exactly once each, including vocabulary passes if it holds vocabulary rows, and O
-    and R of its chunks in `offloaded`. A BW is listed as B and W.
-    """
+def _expected_passes(schedule: Schedule, rank: int) -> list[Pass]:
+    """The passes that a rank must run exactly once each. A BW is listed as B and W."""
+    holds_rows = rank in schedule.vocab_ranks
+    offloaded = [chunk for each, chunk in schedule.offloaded if each == rank and chunk < schedule.chunks]
     chunked = [PassKind.F, *[PassKind.B] * schedule.has_backward, *[PassKind.W] * schedule.split_backward]
     seats = [(kind, chunk) for kind in chunked for chunk in range(schedule.chunks)]
     seats += [(kind, 0) for kind in schedule.vocab.passes if holds_rows and (kind.forward or schedule.has_backward)]
@@ -55,19 +55,14 @@ def check_passes(schedule: Schedule) -> None:
             f"one rank (schedule: {schedule.name})"
         )
     own_choice = schedule.kinds - BASE_KINDS - OFFLOAD_KINDS - VOCABULARY_KINDS
-    expected: dict[tuple[bool, tuple[int, ...]], tuple[list[Pass], set[Pass]]] = {}
 
     def is_optional(step: Pass) -> bool:
         chunks = schedule.chunks if step.kind.per_chunk else 1
         return step.kind in own_choice and step.chunk < chunks and step.microbatch < schedule.microbatches
 
     for rank, order in enumerate(schedule.ranks):
-        offloaded = tuple(chunk for each, chunk in schedule.offloaded if each == rank and chunk < schedule.chunks)
-        alike = rank in schedule.vocab_ranks, offloaded
-        if alike not in expected:
-            passes = expected_passes(schedule, *alike)
-            expected[alike] = passes, set(passes)
-        passes, each_once = expected[alike]
+        passes = _expected_passes(schedule, rank)
+        each_once = set(passes)
         if len(order) == len(passes) and set(order) == each_once:
             continue
         found: Counter[Pass] = Counter()
@@ -84,22 +79,18 @@ def check_passes(schedule: Schedule) -> None:
             raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
 
 
-def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
-    """Return (rank, R) for every R that no computing pass separates from its O."""
-    found: list[tuple[int, Pass]] = []
-    if not schedule.offloaded:
-        return found
-    for rank, order in enumerate(schedule.ranks):
+def returns_at_once(schedule: Schedule) -> bool:
+    """Whether no computing pass separates some R from its O."""
+    for order in schedule.ranks:
         left: set[tuple[int, int]] = set()
         for step in order:
-            key = step.chunk, step.microbatch
             if step.kind is PassKind.O:
-                left.add(key)
+                left.add((step.chunk, step.microbatch))
             elif step.kind is not PassKind.R:
                 left.clear()
-            elif key in left:
-                found.append((rank, step))
-    return found
+            elif (step.chunk, step.microbatch) in left:
+                return True
+    return False
 
 
 def _listed(steps: Sequence[Pass]) -> str:

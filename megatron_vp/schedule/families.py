@@ -21,9 +21,9 @@ from megatron_vp.schedule.flex import fitted
 from megatron_vp.schedule.formats import from_text
 from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v
 from megatron_vp.schedule.generators.grouped import gis, gis_h, po
-from megatron_vp.schedule.generators.interlaced import interlaced
 from megatron_vp.schedule.generators.one_f_one_b import interleaved, one_f_one_b, zb_h1
 from megatron_vp.schedule.generators.v_shapes import v_half, v_min, zb_v
+from megatron_vp.schedule.interlaced import interlaced
 from megatron_vp.schedule.lowering import check_reading, lower
 from megatron_vp.schedule.passes import Schedule, ScheduleError, VocabMethod
 from megatron_vp.schedule.placement import Placement

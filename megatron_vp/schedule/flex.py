@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.family import Family
-from megatron_vp.schedule.gc_paused import gc_paused
 from megatron_vp.schedule.generators.v_shapes import Shape
-from megatron_vp.schedule.graph import Graph
+from megatron_vp.schedule.graph import Graph, gc_paused
 from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule

@@ -23,10 +23,9 @@ from operator import itemgetter
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes
-from megatron_vp.schedule.expand_interlaced import expand_interlaced
-from megatron_vp.schedule.gc_paused import gc_paused
-from megatron_vp.schedule.graph import Graph, Node, Step
+from megatron_vp.schedule.graph import Graph, Node, Step, gc_paused
 from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run, Wait
+from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError
 from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message, Operation

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.graph import Graph, Node, Step
@@ -13,10 +13,10 @@ from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.passes import Schedule, ScheduleError
 
 
-@dataclass(frozen=True, slots=True)
-class NodeTimes:
+class NodeTimes(NamedTuple):
     """Start and end of a graph's nodes, and an `order` of nodes in which each follows all nodes that it waits for."""
 
+    graph: Graph
     start: list[float]
     end: list[float]
     order: list[int]
@@ -69,7 +69,7 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
                 heappush(ready, (start[successor], successor))
     if len(done) < len(waits):
         raise ScheduleError(f"deadlock: {_circle(graph, orders, set(done))}")
-    return NodeTimes(start, end, done)
+    return NodeTimes(graph, start, end, done)
 
 
 def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:

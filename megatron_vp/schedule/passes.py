@@ -121,8 +121,6 @@ class Schedule:
     @cached_property
     def offloaded(self) -> tuple[tuple[int, int], ...]:
         """The (rank, chunk) pairs whose activations are offloaded to host memory between forward and backward."""
-        if PassKind.O not in self.kinds and PassKind.R not in self.kinds:
-            return ()
         moved = (PassKind.O, PassKind.R)
         pairs = {(rank, step.chunk) for rank, order in enumerate(self.ranks) for step in order if step.kind in moved}
         return tuple(sorted(pairs))
@@ -140,8 +138,6 @@ class Schedule:
     @cached_property
     def whole_backwards(self) -> dict[tuple[int, Pass], None]:
         """Every BW with its rank; a dict without values, because a set would have no order."""
-        if PassKind.BW not in self.kinds:
-            return {}
         return {
             (rank, step): None for rank, order in enumerate(self.ranks) for step in order if step.kind is PassKind.BW
         }

@@ -15,8 +15,8 @@ from itertools import chain
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
-from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.graph import Graph, Node, Step
+from megatron_vp.schedule.interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.list_scheduler import ListScheduler, MemoryLimits, memory_of
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
@@ -37,18 +37,14 @@ def reorder_for_costs(
     costs: Costs,
     pairs: Sequence[Sequence[tuple[Pass, Pass]]] = (),
     further_orders: bool = True,
-    links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
     """Reorder the passes of `schedule` within `limits` to shorten it under `costs`. The given order must already
     respect `limits`.
 
-    `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. `links` are
-    additional dependencies: the second node of each waits for the first. Without `further_orders`, only
-    `Search.first` are compared.
+    `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. Without
+    `further_orders`, only `Search.first` are compared.
     """
     graph = linked_graph(schedule)
-    for earlier, later in links:
-        graph.link(graph.number(earlier), graph.number(later))
     search = Search(schedule, limits, costs, graph, pairs)
     found = [*search.first, *(search.further_orders() if further_orders else ())]
     while True:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
-from megatron_vp.schedule.gc_paused import gc_paused
-from megatron_vp.schedule.graph import Graph, Step
+from megatron_vp.schedule.graph import Step, gc_paused
 from megatron_vp.schedule.ledger import activation_levels, peaks
-from megatron_vp.schedule.node_times import durations, node_times
+from megatron_vp.schedule.node_times import NodeTimes, durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.transfers import Operation
@@ -25,14 +23,6 @@ def rounded(time: float) -> float:
     return float(f"{time:.9g}")
 
 
-class _Times(NamedTuple):
-    """A graph, and the start and end times of its nodes, indexed by node number."""
-
-    graph: Graph
-    start: list[float]
-    end: list[float]
-
-
 @dataclass(frozen=True)
 class Timeline:
     """A simulated schedule. `spans[r][k]` is the start and end of the k-th pass of rank r."""
@@ -40,7 +30,7 @@ class Timeline:
     schedule: Schedule
     costs: Costs
     spans: tuple[tuple[Span, ...], ...]
-    nodes: _Times = field(compare=False, repr=False)
+    nodes: NodeTimes = field(compare=False, repr=False)
 
     @cached_property
     def operations(self) -> dict[Operation, Span]:
@@ -131,7 +121,7 @@ class Simulator:
             start[number] = begin
             end[number] = begin + took[number]
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
-        return Timeline(self.schedule, costs, spans, _Times(self._graph, start, end))
+        return Timeline(self.schedule, costs, spans, NodeTimes(self._graph, start, end, self._order))
 
 
 @gc_paused()

@@ -46,7 +46,7 @@ def _schedule(timeline: Timeline, places: dict[tuple[str, int], int]) -> dict[st
     A node is a list: name, index of its style, rank (None for a collective), start, end, indices of the nodes that it
     waits for, and index of the previous node on its rank or communicator (None if it is the first).
     """
-    schedule, (graph, start, end) = timeline.schedule, timeline.nodes
+    schedule, (graph, start, end, _) = timeline.schedule, timeline.nodes
     steps = [number for order in graph.numbers(schedule.ranks) for number in order]
     passes = set(steps)
     numbers = steps + [number for number in range(len(start)) if number not in passes]

@@ -24,8 +24,8 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.training.forward_backward import graph_order
 from megatron_vp.schedule import FAMILIES, VocabMethod
-from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.flex import fitted
+from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.passes import Pass, PassKind
 from megatron_vp.schedule.request import ScheduleRequest
 from tests.harness.ranks import RankError, run_ranks

@@ -21,8 +21,8 @@ from megatron_vp.runtime.iteration import LayerShards, Observer, unobserved
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaStream, ThreadStream
 from megatron_vp.schedule import Channel, Collective, CollectiveKind, Message, Program, Wait, generate, lower
-from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Instruction
+from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.transfers import Operation
 from megatron_vp.vocab import embedding, output
 from megatron_vp.vocab.embedding import EmbeddingLayer, RowExchange

@@ -24,7 +24,7 @@ from megatron_vp.cost.ranks.pass_times import PassTimes, Split
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.schedule import Schedule, VocabMethod, family
-from megatron_vp.schedule.gc_paused import gc_paused
+from megatron_vp.schedule.graph import gc_paused
 
 EVEN_BAND = 0.01
 """Even shards are kept if training with them is predicted to be at most this fraction slower than with the best shards.

@@ -23,7 +23,7 @@ from megatron_vp.cost.planning.stage_costs import single_microbatch, stage_costs
 from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.cost.ranks.rank_memory import WORKSPACES, MemoryModel, RankMemory
 from megatron_vp.schedule import StageCosts, VocabMethod
-from megatron_vp.schedule.expand_interlaced import EMBEDDED_AHEAD
+from megatron_vp.schedule.interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
 OUTSIDE = {"IF": EMBEDDED_AHEAD, "T": 2, "IB": EMBEDDING_GRADIENTS}

@@ -27,7 +27,7 @@ from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel, RankMemory
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import Schedule, Simulator, StageCosts, Timeline
-from megatron_vp.schedule.gc_paused import gc_paused
+from megatron_vp.schedule.graph import gc_paused
 
 SMALL = 0.05
 """A bottleneck is named only if it takes at least this fraction of the iteration time."""

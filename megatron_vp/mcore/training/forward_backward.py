@@ -23,8 +23,8 @@ from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.iteration import unobserved
-from megatron_vp.schedule.expand_interlaced import expand_interlaced
 from megatron_vp.schedule.instructions import Program
+from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import PassKind, Schedule
 from megatron_vp.schedule.request import ScheduleRequest

@@ -280,8 +280,6 @@ def exponentiate_(
         pass  # Kernels with tanh have no register limit.
     elif columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
-    elif columns <= FULLY_OCCUPYING_ROW and logit_weight and launch.warps == 32:
-        options["maxnreg"] = 40  # By default, Triton 3.6 uses 32 registers and spills one.
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight, softcap or None,
         statistics_4n, target_n, tokens, columns // unit,
