@@ -35,16 +35,12 @@ def test_a_line_is_a_row_of_the_table():
     assert len(table) == 3 and table[2].startswith("| 2048 x 8192 | 4096 | H100 | 137 | 67.1 | 35.8 | memory |")
 
 
-@pytest.mark.parametrize(
-    ("gpu", "words", "name"),
-    [("h200", "are estimated from the bytes", "counted"), ("cpu", "assume the paper's eager code", "paper")],
-)
-def test_answers_say_whose_passes_they_charge(gpu, words, name):
+@pytest.mark.parametrize(("gpu", "name"), [("h200", "counted"), ("cpu", "paper")])
+def test_answers_say_whose_passes_they_charge(gpu, name):
     flags = (
         "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1000 "
         "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4 --vocab-parallel"
     )
     arguments = ["simulate", *flags.split(" "), "--hardware", gpu]
-    assert f"The times of the vocabulary passes S and T {words}" in CliRunner().invoke(app, arguments).stdout
     document = json.loads(CliRunner().invoke(app, [*arguments, "--format", "json"]).stdout)
     assert document["vocabulary_passes"] == name
