@@ -33,7 +33,7 @@ def made_at_first_use(rank: int, world: int, schedule: str, method: str, early: 
             print("waits for the peer", flush=True)
             dist.barrier(group=group)
             print("found the peer", flush=True)
-        post(links, message)
+        return post(links, message)
 
     with (
         mock.patch.object(Links, "post", waiting_for_the_peer),
