@@ -28,11 +28,7 @@ def patches(
     quiet_fallback_warnings()
     if line := hide_what_is_broken():
         typer.echo(line)
-    try:
-        version = present_version()
-    except UserError as error:
-        typer.echo(f"does not fit: {error}")
-        raise typer.Exit(1) from None
+    version = present_version()
     try:
         installed_version()
         supported = True

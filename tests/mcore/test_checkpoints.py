@@ -276,11 +276,11 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another directory"),
         (
             {"load": good, **DISTRIBUTED},
-            "vocab_parallel was True in the run that wrote it and is not set in this run: resume with the old split",
+            "vocab_parallel was True in the run that wrote it and is not set in this run: give the old value",
         ),
         (
             {**as_before, "vocab_shards": "30,10", "train_iters": 2},
-            "--vocab-shards was even in the run that wrote it and is 30,10 in this run: resume with the old split and "
+            "--vocab-shards was even in the run that wrote it and is 30,10 in this run: give the old value, and "
             "save with --dist-ckpt-optim-fully-reshardable",
         ),
     ]

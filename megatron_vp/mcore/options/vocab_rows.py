@@ -15,7 +15,6 @@ from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob
-from megatron_vp.mcore.storage.checkpoint_check import partition_to_keep
 from megatron_vp.row_counts import check_stage_rows
 from megatron_vp.schedule import VocabMethod
 from megatron_vp.trace.partition import Partition
@@ -69,11 +68,6 @@ def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
     """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest. If the cost
     model cannot predict the job, the shards stay equal.
     """
-    kept = partition_to_keep(args)
-    if kept is not None:
-        rows, layout = kept
-        reason = "kept from the checkpoint, whose optimizer state requires the same rows" if rows else None
-        return ChosenRows(rows, reason, None if is_laid_out(args) else layout)
     try:
         job, plan, hardware = prediction.job()
         found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=is_laid_out(args))

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_vp.errors import UserError, printable
 from megatron_vp.files import MIB, read_text
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.jobs.virtual_stages import chunks_asked
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.optimizer_state import check_optimizer
@@ -74,36 +73,6 @@ def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
         )
     if not (args.no_load_optim or args.skip_train):
         check_optimizer(args, written_by, common, folder)
-
-
-def partition_to_keep(args: Arguments) -> tuple[tuple[int, ...] | None, str | None] | None:
-    """Return the vocabulary rows and the layout (or pattern) that this run must take over from the run that wrote the
-    checkpoint; None if this run may choose them.
-
-    Optimizer state in the distributed optimizer's default format can be loaded only with the rows and the layout of the
-    run that wrote it. The result is also None if the checkpoint cannot be read, or if no choice of rows and layout lets
-    this run load the optimizer state. In these cases, the job is refused later.
-    """
-    fresh = args.no_load_optim or args.skip_train or args.dist_ckpt_optim_fully_reshardable
-    if fresh or not args.use_distributed_optimizer or args.load is None:
-        return None
-    try:
-        chosen = _chosen(args)
-        common = {} if chosen is None or chosen[1] or not chosen[0].is_dir() else _common_state(chosen[0])
-    except UserError:
-        return None
-    form = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    written_by = common.get("args")
-    if form != "dp_reshardable" or written_by is None:
-        return None
-    alike = ("vocab_parallel", "pipeline_model_parallel_size", "tensor_model_parallel_size")
-    chunks = run_settings(args).family.chunks or chunks_asked(vars(args))
-    if chunks not in (None, getattr(written_by, "virtual_pipeline_model_parallel_size", None) or 1) or any(
-        getattr(written_by, name, None) != getattr(args, name) for name in alike
-    ):
-        return None  # No choice of vocabulary rows lets this run load the optimizer state.
-    layout = "pipeline_model_parallel_layout" if args.hybrid_layer_pattern is None else "hybrid_layer_pattern"
-    return getattr(written_by, "vocab_rows", None), getattr(written_by, layout, None)
 
 
 def _chosen(args: Arguments) -> tuple[Path, bool] | None:

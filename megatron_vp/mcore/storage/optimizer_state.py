@@ -42,8 +42,8 @@ def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dic
         raise UserError(
             f"the optimizer state in {folder} is in the distributed optimizer's default format (dp_reshardable), which "
             f"only a run with the same model split can read, but {name} was {written[name]} in the run that wrote it "
-            f"and is {asked[name]} in this run: resume with the old split and save with "
-            "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim to start with a fresh optimizer"
+            f"and is {asked[name]} in this run: give the old value, and save with --dist-ckpt-optim-fully-reshardable "
+            "for other splits, or add --no-load-optim to start with a fresh optimizer"
         )
     for name in _RATES:
         there, here = getattr(written_by, name, None), getattr(args, name, None)
