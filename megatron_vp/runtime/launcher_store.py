@@ -52,11 +52,6 @@ class Notes:
         left = wanted if whole else [rank for rank in wanted if self._store.check([str(rank)])]
         return {rank: self._store.get(str(rank)).decode(errors="replace") for rank in left}
 
-    def remove(self, ranks: Iterable[int]) -> None:
-        """Delete the texts of `ranks`."""
-        for rank in ranks:
-            self._store.delete_key(str(rank))
-
 
 def named(ranks: Iterable[int]) -> str:
     """Name ranks in a message: "rank 1", or "ranks 1, 2 and 5"."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class RankReport:
         self._args, self._run = args, run
         self._iterations: deque[tuple[float, int, dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
         """Of each iteration: milliseconds, microbatches, and the milliseconds of device and host by kind of pass."""
-        self._in_flight, self._logits = 0.0, 0
+        self._in_flight = 0.0
         self._now = self._most = 0
 
     def begin(self) -> bool:
@@ -50,20 +50,17 @@ class RankReport:
         self._now = _allocated(restart=True)[0]
         return True
 
-    def add(
-        self, recorder: Recorder, schedule: Schedule, model: Sequence[torch.nn.Module], in_flight: float, logits: int
-    ) -> None:
+    def add(self, recorder: Recorder, schedule: Schedule, model: Sequence[torch.nn.Module], in_flight: float) -> None:
         """Add an iteration that `recorder` has finished recording, and write the report. At most `in_flight`
-        microbatches had activations in memory, and `logits` had logits.
+        microbatches had activations in memory.
         """
-        device, host = dict[str, float](), dict[str, float]()
+        device, host = defaultdict[str, float](float), defaultdict[str, float](float)
         for span in recorder.spans:
             if isinstance(span.work, Run):
-                kind = span.work.action.kind
-                device[kind] = device.get(kind, 0.0) + span.computed
-                host[kind] = host.get(kind, 0.0) + span.issued
+                device[span.work.action.kind] += span.computed
+                host[span.work.action.kind] += span.issued
         self._iterations.append((recorder.milliseconds, schedule.microbatches, device, host))
-        self._in_flight, self._logits = max(self._in_flight, in_flight), max(self._logits, logits)
+        self._in_flight = max(self._in_flight, in_flight)
         self._most = max(self._most, _allocated()[1])
         self._write([parameter for chunk in model for parameter in chunk.parameters()])
 
@@ -77,7 +74,6 @@ class RankReport:
             "microbatches": microbatches[-1],
             "log_interval": self._args.log_interval,
             "peak_microbatches_in_flight": self._in_flight,
-            "peak_microbatches_between_s_and_t": self._logits,
             "iterations": len(took),
             "iteration_milliseconds": took,
             "microbatches_by_iteration": microbatches,

@@ -30,15 +30,14 @@ class Watch:
     recorder: Recorder
     reports: list[Any]
 
-    def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float, logits: int = 0) -> None:
+    def finish(self, model: list[torch.nn.Module], schedule: Schedule, in_flight: float) -> None:
         """Finish the iteration on this rank, and pass the recording to the reports.
 
         in_flight: the largest number of microbatches whose activations this rank held at once.
-        logits: the largest number of microbatches whose logits this rank held at once.
         """
         self.recorder.finish()
         for report in self.reports:
-            report.add(self.recorder, schedule, model, in_flight, logits)
+            report.add(self.recorder, schedule, model, in_flight)
 
 
 def watch(job: SettledJob, pipeline: dist.ProcessGroup) -> Watch | None:

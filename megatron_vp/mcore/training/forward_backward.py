@@ -87,7 +87,7 @@ def forward_backward(
     observer = watched.recorder.span if watched else unobserved
     peaks = pipeline.run(schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer)
     if watched:
-        watched.finish(chunks, schedule, *peaks)
+        watched.finish(chunks, schedule, peaks[0])
     megatron.finish()
     if gradients and config.finalize_model_grads_func is not None:
         # Megatron finalizes the gradients with its own reductions, as at the end of its schedules.
