@@ -77,7 +77,6 @@ quick_tests=(
     tests/cost/test_cost_pieces.py
     tests/cost/test_outside.py
     tests/cost/test_rank_memory.py
-    tests/cost/test_traced_costs.py
     tests/cost/test_vocab_kernels.py
     tests/vocab/test_embedding.py
     tests/vocab/test_output.py

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -42,13 +41,6 @@ def simulate(
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Instead of the cost model's pass times, use those measured by a run with --pipeline-trace DIR.",
-        ),
-    ] = None,
     asked_format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -61,21 +53,18 @@ def simulate(
     """
     from megatron_vp.cost.layers.job_plan import plan_of
     from megatron_vp.cost.planning.offloading import check_offload
-    from megatron_vp.cost.planning.own_plan import own_plan, traced_costs
+    from megatron_vp.cost.planning.own_plan import own_plan
     from megatron_vp.cost.planning.predict import predict
     from megatron_vp.schedule.graph import gc_paused
-    from megatron_vp.trace.rank_files import read_traces
 
     output_format = format_for(asked_format, output, Format)
     asked = *files_and_flags(job, overlays), hardware, nodes, memory, options_of(context)
     request = Request.of(*read_cluster(*asked))
     whole, config = request.job, request.config
     _refuse_endless(whole, plan_of(config))
-    partition = None if trace is None else read_traces(trace)[0].partition
-    plan = own_plan(config, whole, request.hardware, request.limit, partition)
+    plan = own_plan(config, whole, request.hardware, request.limit)
     with gc_paused():
-        measured = None if trace is None else traced_costs(trace, whole, plan)
-        found = predict(whole, plan, request.hardware, measured)
+        found = predict(whole, plan, request.hardware)
         if plan.offload_chunks:
             check_offload(found)
         if output_format is Format.JSON:

@@ -347,11 +347,11 @@ def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_pat
         (["--pipeline-schedule", "1f1b", "--vocab-parallel", "--num-virtual-stages-per-pipeline-rank=2"], "1f1b"),
         (["--pipeline-schedule", "v-half-ish"], "unknown schedule 'v-half-ish'"),
         (["--num-layers", "100000000"], "--num-layers 100000000 is not a whole number from 1 to 10000"),
-        (["--vocab-parallel", "maybe"], "--vocab-parallel takes fewer values: leave out maybe"),
+        (["--vocab-parallel", "maybe"], "'maybe' is not a flag or a flag's value"),
         (["--data-parallel-size", "8"], "--data-parallel-size is not a known option"),
         (["--train-iters", "1e3"], "argument --train-iters: invalid int value: '1e3'"),
         (["--optimizer", "adm"], "argument --optimizer: invalid choice: 'adm' (choose from 'adam', 'sgd',"),
-        (["--data-path", "x", "-f", "json"], "--data-path takes fewer values: leave out -f json"),
+        (["--data-path", "x", "-f", "json"], "'-f' is not a flag or a flag's value"),
     ],
 )
 def test_bad_input_is_one_line(small, arguments, words):

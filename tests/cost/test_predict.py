@@ -18,7 +18,7 @@ from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.stage_costs import _pace, expected_maximum
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import PassCosts, VocabMethod
+from megatron_vp.schedule import VocabMethod
 
 H100 = HARDWARE["h100"]
 
@@ -38,12 +38,6 @@ def test_vocabulary_parallelism_balances_time_and_memory():
     step = PassTimes(job(), H100).optimizer_step(max(parameters[0]) / 2)
     assert plain.iteration_seconds == pytest.approx(plain.timeline.makespan + step)
     assert plain.mfu < split.mfu < 1 and split.tokens_per_second == 16 * 2048 / split.iteration_seconds
-
-
-def test_measured_costs_replace_the_modelled_ones():
-    costs = PassCosts(F=1, B=1, W=1, S=0, T=0, IF=0, IB=0)
-    found = predict(job(), Plan(), H100, measured=costs)
-    assert found.timeline.makespan == 3 * (16 + 3)
 
 
 def test_redistributed_layers_shorten_the_plain_run():

@@ -71,7 +71,6 @@ OF_SIZES = [
     ("simulate LLAMA --pipeline-schedule interleaved", "needs at least two chunks per rank"),
     ("simulate LLAMA --pipeline-model-parallel-layout Et*4", "does not match 32 layers on 8 stages"),
     ("simulate LLAMA --global-batch-size 999999", "simulate accepts at most"),
-    ("simulate LLAMA --trace nowhere", "nowhere contains no rank_*.json"),
     ("simulate LLAMA --fp16", "bf16 and fp16 are both on"),
     ("simulate LLAMA --padded-vocab-size 1000", "padded_vocab_size 1000 is smaller than vocab_size 128256"),
     ("simulate LLAMA --fp8-format hybrid --fp8-recipe mxfp8", "tensor cores cannot scale blocks of 32"),

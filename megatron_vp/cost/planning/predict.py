@@ -204,15 +204,12 @@ def predict(
     job: Job,
     plan: Plan,
     hardware: Hardware,
-    measured: StageCosts | None = None,
     simulator: Simulator | None = None,
     sample: Job | None = None,
 ) -> Prediction:
     """Predict time and memory of `job` under `plan`.
 
     Args:
-        measured: pass times in seconds from the trace of a run, which replace the modelled times. A trace does not give
-            the times of copies to host memory, so these are always modelled.
         simulator: a simulator of the schedule; by default, that of `make_simulator`.
         sample: the job with as many microbatches as are simulated, such as `sampled(job)`; by default, all of them.
 
@@ -221,10 +218,8 @@ def predict(
     sample = sample or job
     simulator = simulator or make_simulator(sample, plan, hardware)
     schedule, memory = simulator.schedule, memory_model(sample, plan, simulator.schedule, hardware)
-    costs = measured or stage_costs(sample, plan, schedule, hardware)
-    if measured is not None and plan.offload_chunks:
-        costs = replace(measured, copies=copy_seconds(memory))
-    timeline, step = simulator.simulate(costs), after_passes(sample, plan, schedule, hardware)
+    timeline = simulator.simulate(stage_costs(sample, plan, schedule, hardware))
+    step = after_passes(sample, plan, schedule, hardware)
     seconds, ranks = extended(timeline, job.microbatches) + step, tuple(map(memory.rank, range(job.pipeline)))
     return Prediction(job, Candidate(method_of(plan), plan), hardware, seconds, step, ranks, timeline, simulator)
 

@@ -111,7 +111,11 @@ class Search:
                 turns = [option for option in options if bool(option.candidate.plan.offload_chunks) is away]
                 rest = self.budget
                 for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
-                    turns, rest = self._simulate(what, turns, lambda each, gains=gains: gains(each.bound), rest)
+
+                    def wanted(option: Option, gains: Callable[[Bound], bool] = gains) -> bool:
+                        return gains(option.bound)
+
+                    turns, rest = self._simulate(what, turns, wanted, rest)
                 left += turns
             for kind in ("in_megatron", "without_split"):
                 left, _ = self._simulate("comparing", left, partial(self._may_lead, kind), COMPARED)
@@ -161,8 +165,10 @@ class Search:
         by their bounds.
         """
         tried = [(index, each) for index, each in enumerate(self.tried) if self.offload or not each.own]
-        asked = self.hardware, self.chunks, self.offload
-        listed = [self.pool.submit(bounded_options, *each, *asked) for each in tried]
+        listed = [
+            self.pool.submit(bounded_options, index, each, self.hardware, self.chunks, self.offload)
+            for index, each in tried
+        ]
         for done, _ in enumerate(as_completed(listed), start=1):
             self.progress("bounds", done, len(listed))
         found = (option for future in listed for option in future.result())
