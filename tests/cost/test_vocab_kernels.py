@@ -1,12 +1,6 @@
 """Test bytes, instructions and products of S and T in this project's kernels against values computed by hand."""
 
-import json
-
-import pytest
-from typer.testing import CliRunner
-
 from evidence.roofline import Line, lines, markdown
-from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import Rates
 from megatron_vp.cost.ranks.vocab_kernels import (
     ShardPasses,
@@ -33,14 +27,3 @@ def test_every_product_of_the_roofline_is_bound_by_the_tensor_cores():
 def test_a_line_is_a_row_of_the_table():
     table = markdown([Line("h100", shard())]).splitlines()
     assert len(table) == 3 and table[2].startswith("| 2048 x 8192 | 4096 | H100 | 137 | 67.1 | 35.8 | memory |")
-
-
-@pytest.mark.parametrize(("gpu", "name"), [("h200", "counted"), ("cpu", "paper")])
-def test_answers_say_whose_passes_they_charge(gpu, name):
-    flags = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 1000 "
-        "--pipeline-model-parallel-size 2 --micro-batch-size 1 --global-batch-size 4 --vocab-parallel"
-    )
-    arguments = ["simulate", *flags.split(" "), "--hardware", gpu]
-    document = json.loads(CliRunner().invoke(app, [*arguments, "--format", "json"]).stdout)
-    assert document["vocabulary_passes"] == name
