@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -57,26 +57,6 @@ def sbatch(
             "--slurm", metavar="OPTION=VALUE", help="Option of SLURM's sbatch, such as partition=long; may be repeated."
         ),
     ] = None,
-    container_image: Annotated[
-        str | None,
-        typer.Option(
-            "--container-image", metavar="IMAGE", help="Run all ranks in this container (needs pyxis and enroot)."
-        ),
-    ] = None,
-    container_mounts: Annotated[
-        str | None,
-        typer.Option(
-            "--container-mounts",
-            metavar="FROM:TO,...",
-            help="Folders to mount in the container, such as the data folder. The current folder is always mounted.",
-        ),
-    ] = None,
-    python: Annotated[
-        str | None,
-        typer.Option(
-            "--python", help="Python interpreter for the ranks (default: the current one; in a container, `python`)."
-        ),
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check the job and print the sbatch command without running it.")
     ] = False,
@@ -84,7 +64,8 @@ def sbatch(
     """Check a job, then submit it to SLURM with one rank per GPU; SLURM requeues the job until it has finished.
 
     Run this command in a folder that all nodes can access; logs go to runs/slurm in that folder. CONFIG and FLAGS
-    are the job's training arguments.
+    are the job's training arguments. The ranks run this Python, or that of MEGATRON_VP_PYTHON; if
+    MEGATRON_VP_CONTAINER_IMAGE is set, they run in that image.
 
     \b
     megatron-vp sbatch configs/llama3_8b.yaml --nodes 4 --vocab-parallel --slurm partition=long --dry-run
@@ -107,11 +88,6 @@ def sbatch(
         raise UserError(
             f"--script {script} is not a file: give the path of a Megatron training script, or leave --script out"
         )
-    if container_mounts is not None and container_image is None:
-        raise UserError(
-            f"--container-mounts {container_mounts} has no effect without --container-image: add --container-image "
-            "IMAGE"
-        )
     per_node = gpus_per_node if ntasks_per_node is None else ntasks_per_node
     words = arguments(files, flags)
     blind = software is None and uses_cpu(words) and not asks_for_cpu(words)
@@ -129,15 +105,12 @@ def sbatch(
         of_slurm = "unrecognized arguments" in str(error) and "pass options of SLURM's sbatch on with --slurm"
         raise UserError("; ".join(filter(None, (str(error), of_slurm, blind and assumed)))) from error
     resources = f"--gpus-per-node={per_node}" if ntasks_per_node is None else f"--ntasks-per-node={per_node}"
-    command = _command(
-        [f"--nodes={nodes}", resources, f"--job-name={files[0].stem if script is None else Path(script).stem}"],
-        {
-            "MEGATRON_VP_PYTHON": python or (sys.executable if container_image is None else "python"),
-            "MEGATRON_VP_CONTAINER_IMAGE": container_image,
-            "MEGATRON_VP_CONTAINER_MOUNTS": container_mounts,
-        },
-        slurm or (),
-    )
+    command = [
+        *("sbatch", f"--nodes={nodes}", resources),
+        f"--job-name={files[0].stem if script is None else Path(script).stem}",
+        *(f"--export={_variables()}", *(f"--{option.lstrip('-')}" for option in slurm or () if option)),
+        str(batch_files() / "pretrain.sbatch"),
+    ]
     command += [] if script is None else ["--script", script]
     command += [*(spelled(file) for file in files[:1]), *arguments(files[1:], flags)]
     if blind:
@@ -167,18 +140,9 @@ def batch_files() -> Path:
     return IN_THE_REPOSITORY if repository else BATCH_FILES
 
 
-def _command(options: list[str], variables: dict[str, str | None], slurm: Sequence[str]) -> list[str]:
-    """The command that submits the batch file, without the job's training arguments."""
-    place = batch_files()
-    if place == BATCH_FILES:
-        variables = {**variables, "MEGATRON_VP_SLURM": str(place)}
-    given = [f"{name}={value}" for name, value in variables.items() if value is not None]
-    # Commas separate the variables in --export, so variables whose values contain a comma are set by `env`.
-    before = [each for each in given if "," in each]
-    exported = ",".join(["ALL", *(each for each in given if "," not in each)])
-    own = [f"--{option.lstrip('-')}" for option in slurm if option]
-    return [
-        *(["env", *before] if before else []),
-        *("sbatch", *options, f"--export={exported}", *own),
-        str(place / "pretrain.sbatch"),
-    ]
+def _variables() -> str:
+    """The variables that SLURM passes to the job: those of this process, and those that launch.sh needs."""
+    chosen = os.environ.keys() & {"MEGATRON_VP_PYTHON", "MEGATRON_VP_CONTAINER_IMAGE"}
+    python = [] if chosen else [f"MEGATRON_VP_PYTHON={sys.executable}"]
+    place = [f"MEGATRON_VP_SLURM={BATCH_FILES}"] if batch_files() == BATCH_FILES else []
+    return ",".join(["ALL", *python, *place])
