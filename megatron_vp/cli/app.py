@@ -22,8 +22,7 @@ from megatron_vp.cli.env import env, flags
 from megatron_vp.cli.job import TAKES_A_JOB
 from megatron_vp.cli.patch_list import patches
 from megatron_vp.cli.plan import plan
-from megatron_vp.cli.replay import replay
-from megatron_vp.cli.run import run
+from megatron_vp.cli.replay import replay, run
 from megatron_vp.cli.sbatch import sbatch
 from megatron_vp.cli.schedule import schedule
 from megatron_vp.cli.simulate import simulate

@@ -1,9 +1,11 @@
-"""`megatron-vp replay`: run one rank of a large job alone, and show its pass times and memory."""
+"""`megatron-vp run` and `replay`: run a Megatron script with the plug-in, or one rank of a large job alone."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,25 @@ from megatron_vp.jobs.shipped import TRAINING_SCRIPT
 
 if TYPE_CHECKING:
     from megatron_vp.mcore.replay.one_rank import Replayed
+
+
+def run(
+    context: typer.Context,
+    script: str = typer.Argument(help="Your Megatron training script, unchanged."),
+) -> Callable[[], None]:
+    """Run a Megatron training script with the plug-in.
+
+    All arguments after SCRIPT go to the script. These arguments may include the plug-in's own flags
+    (--vocab-parallel, --config FILE, --cpu). Start one process per rank with a launcher:
+
+    \b
+    torchrun --nproc-per-node 4 --no-python \\
+        megatron-vp run pretrain_gpt.py --vocab-parallel ...
+    """
+    from megatron_vp.mcore.start.launch import run_script
+
+    # The script runs after typer has returned, because typer would hide some of the script's exceptions.
+    return partial(run_script, script, context.args)
 
 
 def replay(

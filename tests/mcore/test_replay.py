@@ -116,25 +116,3 @@ def test_an_overlay_counts_for_the_size_of_the_job(tmp_path):
     (tmp_path / "overlay.yaml").write_text("parallelism: {pipeline_model_parallel_size: 8}")
     with pytest.raises(UserError, match=r"must be a multiple of .* = 8 x 1 x 1"):
         run_alone("pretrain_gpt_vp.py", [CONFIG, tmp_path / "overlay.yaml"], 9, None, 1, ["--vocab-size", "500"])
-
-
-def _replay_without_room(rank, world_size, flags):
-    """The exit status and the line of a replay where 4 MiB are available."""
-    from unittest import mock
-
-    from megatron_vp.mcore.options import host_room
-    from megatron_vp.mcore.replay.one_rank import run_alone
-
-    said = io.StringIO()
-    with mock.patch.object(host_room, "_available", lambda: 2**22), contextlib.redirect_stderr(said):
-        try:
-            run_alone("pretrain_gpt_vp.py", [CONFIG], 3, None, 2, [*SMALL, "--vocab-size", "500", *flags])
-        except SystemExit as end:
-            return end.code, said.getvalue()
-    return 0, said.getvalue()
-
-
-def test_a_replay_that_does_not_fit_into_memory_is_refused_before_it_starts():
-    ((status, line),) = run_ranks(1, _replay_without_room, ["--vocab-parallel"])
-    assert status == 2 and line.count("\n") == 1, line
-    assert "a replay of rank 3 needs about " in line and "but 0.00391 GiB are available: add --shapes-only" in line

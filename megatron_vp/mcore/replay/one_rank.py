@@ -31,7 +31,7 @@ from megatron_vp.jobs.job_config import JobConfig, last_batch, parallel_sizes, r
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent
-from megatron_vp.mcore.settled import ROLES, SettledJob, current, replaying
+from megatron_vp.mcore.settled import ROLES, SettledJob, replaying
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 
 ROUNDS = 3
@@ -84,7 +84,7 @@ def run_alone(
 
     Args:
         configs: YAML files; later ones override earlier ones.
-        rank: the global rank in the job.
+        rank: the global rank in the job. All tensor ranks do the same work, so the first of them runs.
         ranks: the number of ranks in the job; None for one model replica.
         iterations: the number of training iterations to time, after one that is not timed.
         flags: any Megatron flags.
@@ -106,6 +106,7 @@ def run_alone(
             f"--rank {rank} with --ranks {ranks} does not fit this job: --ranks must be a multiple of pipeline x "
             f"tensor x context = {' x '.join(map(str, sizes))}, and --rank must be from 0 to --ranks - 1"
         )
+    rank -= rank % sizes[1]  # Only the first tensor rank reads a batch; the others would wait for it.
     if shapes_only and (experts := whole_number(job, "num_experts", 0)):
         raise UserError(
             f"--shapes-only does not support --num-experts {experts}, because the sizes of expert inputs depend on "
@@ -125,7 +126,7 @@ def run_alone(
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # Nothing connects to this address.
     with tempfile.TemporaryDirectory() as folder:
         kept = Path(folder) / "job.yaml"
-        left_out = {*ROLES["data"], *ROLES["not_replayed"]}
+        left_out = {*ROLES["data"], *ROLES["not_replayed"], "step_batch_size_schedule"}
         left_out |= set(ROLES["not_replayed_on_shapes"] if engine and shapes_only else ())
         kept.write_text(yaml.safe_dump({key: value for key, value in of_files.items() if key not in left_out}))
         given = (words for words in grouped(flags) if name_of(words[0].partition("=")[0]) not in left_out)
@@ -134,10 +135,8 @@ def run_alone(
         words = f"--train-iters {every} --lr-warmup-iters 0 --eval-iters 0 --eval-interval {every}"
         words += f" --log-interval {every} --fake-process-group --mock-data --tokenizer-type NullTokenizer"
         words += f" --vocab-size {tokens}"
-        if growing is not None:
-            words += f" --step-batch-size-schedule 0:{each * (played if shapes_only else microbatches)}"
-        elif shapes_only and played < microbatches:
-            words += f" --global-batch-size {played * each}"
+        if growing is not None or (shapes_only and played < microbatches):
+            words += f" --global-batch-size {each * (played if shapes_only else microbatches)}"
         if shapes_only:
             # Worker processes of a data loader cannot send fake tensors. Reruns are disabled, because Megatron keeps
             # the data for reruns in host memory, which a replay would count as device memory.
@@ -199,23 +198,6 @@ def _made_up_receives(original: Callable[..., Any]) -> Callable[..., Any]:
         return *received, requests
 
     return communicate
-
-
-def _made_up_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core import parallel_state
-
-        batch = original(*args, **kwargs)
-        tensors = batch.items() if parallel_state.get_tensor_model_parallel_rank() else ()
-        for name, tensor in tensors:
-            if tensor is not None and name in ("tokens", "labels"):
-                tensor.random_(current().args.padded_vocab_size)
-            elif tensor is not None:  # All positions are 0, and the attention mask, where True hides, hides nothing.
-                tensor.fill_(name == "loss_mask")
-        return batch
-
-    return get_batch_on_this_tp_rank
 
 
 def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
