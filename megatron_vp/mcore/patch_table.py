@@ -20,7 +20,7 @@ from megatron_vp.mcore import patches
 from megatron_vp.mcore.patches import Patch, Problem
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.platform.installed import installed
-from megatron_vp.mcore.settled import own_loop, replay, run_settings
+from megatron_vp.mcore.settled import process, replay, run_settings
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ def _records(args: Arguments) -> object:
 
 
 def _in_own_loop(args: Arguments) -> bool:
-    loop = own_loop()
+    loop = process.own_loop
     return loop is not None and not loop.reads_arguments() and run_settings(args).replaces_schedule
 
 
 def _with_bridges(module: str) -> bool:
-    return own_loop() is not None and f"megatron.bridge.{module}" in sys.modules
+    return process.own_loop is not None and f"megatron.bridge.{module}" in sys.modules
 
 
 _MODELS, _CHECKPOINTS = "models.model_provider", "training.checkpointing"
@@ -112,8 +112,8 @@ CONDITIONS: dict[str, Callable[[Arguments], object]] = {
     "only if Megatron's own schedule is recorded (--rank-report or --pipeline-trace)": (
         lambda args: _records(args) and not run_settings(args).replaces_schedule
     ),
-    "only after `megatron_vp.enable`": lambda args: own_loop() is not None,
-    "except after `megatron_vp.enable`": lambda args: own_loop() is None,
+    "only after `megatron_vp.enable`": lambda args: process.own_loop is not None,
+    "except after `megatron_vp.enable`": lambda args: process.own_loop is None,
     "only after `megatron_vp.enable`, in a process that has imported Megatron-Bridge's models": (
         lambda args: _with_bridges(_MODELS)
     ),

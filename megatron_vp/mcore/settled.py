@@ -99,11 +99,6 @@ class RunSettings:
         """Whether chunks are placed differently than in Megatron, where chunk c of rank r is stage c * p + r."""
         return not self.family.in_rounds
 
-    @property
-    def last_stage_elsewhere(self) -> bool:
-        """Whether the last stage is on a rank other than p - 1."""
-        return not self.family.ends_on_last_rank
-
     def placement(self, ranks: int, chunks: int) -> Placement:
         """The virtual stage of each chunk on each of `ranks` pipeline ranks."""
         if not self.replaces_schedule:
@@ -238,8 +233,7 @@ def begin(schedule: str | None = None) -> None:
     _read.cache_clear()
     process.words, process.job = Words(), None
     if schedule is not None and _names_file(schedule):
-        with _named():
-            _read(schedule)
+        family_of(schedule)
 
 
 def current() -> SettledJob:
@@ -257,16 +251,6 @@ def placed_as_megatron(layout: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         process.job = job
-
-
-def is_settled() -> bool:
-    """Whether this process has a job."""
-    return process.job is not None
-
-
-def own_loop() -> OwnLoop | None:
-    """Return the `OwnLoop` of the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
-    return process.own_loop
 
 
 @contextmanager
@@ -287,7 +271,10 @@ def replay() -> Replay:
 
 def family_of(name: str) -> Family:
     """Return the schedule family for a value of --pipeline-schedule. Raises UserError for an unknown value."""
-    return _read(name)[0] if _names_file(name) else family(name)
+    try:
+        return _read(name)[0] if _names_file(name) else family(name)
+    except UserError as error:
+        raise UserError(f"--pipeline-schedule: {error}") from None
 
 
 def run_settings(args: Arguments) -> RunSettings:
@@ -296,18 +283,10 @@ def run_settings(args: Arguments) -> RunSettings:
     Until `settled_job` chooses the default schedule, it counts as 1f1b, which needs the same patches as interleaved.
     Raises UserError if --pipeline-schedule names neither a schedule family nor a file.
     """
-    with _named():
-        name = args.pipeline_schedule or DEFAULT_SCHEDULE
-        digest = _read(name)[1] if _names_file(name) else None
-        return RunSettings(family_of(name), digest, bool(args.vocab_parallel), args.offload_chunks or "0")
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"--pipeline-schedule: {error}") from None
+    name = args.pipeline_schedule or DEFAULT_SCHEDULE
+    named = family_of(name)
+    digest = _read(name)[1] if _names_file(name) else None
+    return RunSettings(named, digest, bool(args.vocab_parallel), args.offload_chunks or "0")
 
 
 def _names_file(name: str) -> bool:

@@ -27,7 +27,10 @@ VP = {**TWO_STAGES, "vocab_parallel": True}
 
 REFUSED = [
     ({"pipeline_model_parallel_size": 1, "vocab_parallel": True}, "one pipeline stage"),
-    ({**VP, "pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": 1}, "1f1b has one chunk per rank"),
+    (
+        {**VP, "pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": 1},
+        "1f1b needs 1: change",
+    ),
     ({"eval_interval": None, "eval_iters": 0}, "a job without --eval-interval"),
     ({**VP, "rank_report": "/dev/null"}, "--rank-report /dev/null cannot be a directory: /dev/null is a file"),
     ({"vocab_size": -3}, "--vocab-size -3 is not a whole number from 1 to"),
@@ -54,7 +57,7 @@ REFUSED = [
     ({**VP, "vocab_parallel_algorithm": "vocab-3"}, "invalid choice: 'vocab-3'"),
     ({**TWO_STAGES, "eval_micro_batch_size": 0}, "modulo by zero"),
     ({**VP, "pipeline_trace": "there", "rank_report": "there"}, "both write rank_N.json"),
-    ({**VP, "pipeline_trace_iterations": "5-3"}, "--pipeline-trace-iterations: 5-3 is not a range of iterations"),
+    ({**VP, "pipeline_trace_iterations": "5-3"}, "--pipeline-trace-iterations 5-3 is not a range of iterations"),
     ({**TWO_STAGES, "no_such_option": True}, "unrecognized arguments: --no-such-option; the nearest"),
     ({"pipeline_model_parallel_size": 3}, "world size (4) is not divisible by total_model_size"),
     ({**TWO_STAGES, "micro_batch_size": None}, "assert args.micro_batch_size is not None"),

@@ -149,7 +149,7 @@ REFUSED = [
     ({"pipeline_model_parallel_size": 2, "global_batch_size": 6}, "has 4 ranks, but --pipeline-model-parallel-size is"),
     ({"pipeline_schedule": "late.json"}, "in every chunk, the weight gradient of microbatch 0 must be computed first"),
     ({"pipeline_schedule": "elsewhere.json"}, "does not place the first stage in chunk 0 of rank 0"),
-    ({"pipeline_schedule": "some.json"}, "passes on ranks 1, 3, but vocabulary rows are on ranks 0, 1, 2, 3: use"),
+    ({"pipeline_schedule": "some.json"}, "passes on ranks (1, 3), but vocabulary rows are on ranks (0, 1, 2, 3): use"),
     ({"pipeline_schedule": "forward.json", **PLAIN}, "has no backward passes, so it cannot train"),
     (
         {"step_batch_size_schedule": "0:3 6:6", "global_batch_size": None},

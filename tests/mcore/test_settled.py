@@ -21,7 +21,7 @@ def test_a_job_is_settled_from_its_words():
     words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2, vocab_parallel=True, pipeline_schedule="v-half")]
     job = check_job(words, 2)
     assert job.settings.family.name == "v-half" and job.settings.digest is None
-    assert job.settings.replaces_schedule and job.settings.places_chunks and job.settings.last_stage_elsewhere
+    assert job.settings.replaces_schedule and job.settings.places_chunks
     assert job.method is VocabMethod.VOCAB_2 and job.placement.stage_of == ((0, 3), (1, 2))
     assert job.given.pipeline_model_parallel_layout is None and job.args.pipeline_model_parallel_layout == "Et|t|t|tL"
     assert isinstance(job.order, PassCosts) and job.shards == settled.ChosenRows()
@@ -100,7 +100,7 @@ def test_a_job_without_a_schedule_gets_the_one_that_its_stages_need(stages, chun
 @pytest.mark.parametrize("asks", [{"vocab_parallel": True}, {"offload_chunks": "all"}], ids=str)
 def test_a_schedule_that_was_named_is_kept(asks):
     words = tiny_model(pipeline_model_parallel_size=2, **TWO_CHUNKS[0], **asks, pipeline_schedule="1f1b")
-    with pytest.raises(UserError, match="--pipeline-schedule 1f1b has one chunk per rank"):
+    with pytest.raises(UserError, match="--pipeline-schedule 1f1b needs 1: "):
         check_job(["--cpu", *words], 2)
     with pytest.raises(UserError, match="schedule 1f1b has 1 chunk per rank, got 2"):
         plan = plan_of(read_sizes([], words))

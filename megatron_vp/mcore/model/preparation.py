@@ -33,7 +33,7 @@ from megatron_vp.mcore.model.initial_weights import BuildPlain, plain_start
 from megatron_vp.mcore.model.model_check import check_methods, check_model, check_vocabulary_layers, refuse_layer
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
 from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
-from megatron_vp.mcore.settled import current, is_settled, own_loop
+from megatron_vp.mcore.settled import current, process
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.schedule.instructions import Run
@@ -195,7 +195,7 @@ def _placing(build: Callable[..., nn.Module], groups: ProcessGroupCollection, co
 
 def _constructor_places() -> bool:
     """Whether the constructor of GPTModel places the chunks, because no Megatron arguments are parsed."""
-    loop = own_loop()
+    loop = process.own_loop
     return loop is not None and not loop.reads_arguments()
 
 
@@ -256,7 +256,7 @@ def wrapping(original: Callable[..., None]) -> Callable[..., None]:
         prepare([module])
         if given != set(map(id, module.parameters())):
             kwargs.pop("full_param_layout", None)  # Made of whole layers; without it, the constructor makes a new one.
-        splits = is_settled() and current().settings.splits_backward
+        splits = process.job is not None and current().settings.splits_backward
         with delaying(ddp_config) if splits else nullcontext():
             original(self, config, ddp_config, module, *args, **kwargs)
 
@@ -276,7 +276,7 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
-        loop = own_loop()
+        loop = process.own_loop
         job = loop.settle_for(given) if loop is not None and _constructor_places() else None
         if job is None or not job.settings.replaces_schedule:
             original(self, **given)

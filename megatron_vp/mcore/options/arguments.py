@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import io
-import re
 import sys
 import tomllib
 import warnings
@@ -23,13 +22,11 @@ from megatron_vp.jobs.command_line import split_config
 from megatron_vp.jobs.config_words import arguments_from_config, arguments_from_leaves
 from megatron_vp.jobs.known_options import Arguments, Parser
 from megatron_vp.jobs.resolved import RESOLVED_NAME, write_resolved
-from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table
 from megatron_vp.mcore.options.settle import settled_from_flags
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
-from megatron_vp.mcore.reports.job_partition import iterations_in
-from megatron_vp.mcore.settled import Words, family_of, note, process
+from megatron_vp.mcore.settled import Words, note, process
 from megatron_vp.mcore.storage import dataset
 from megatron_vp.schedule import FAMILIES
 from megatron_vp.schedule.request import AUTO
@@ -80,33 +77,13 @@ class _Parser(Parser):
         return parsed, unknown
 
 
-def _checked(check: Callable[[str], object]) -> Callable[[str], str]:
-    """The type of an option whose text `check` accepts; `check` raises UserError for other texts."""
-
-    def text(given: str) -> str:
-        try:
-            check(given)
-        except UserError as error:
-            raise argparse.ArgumentTypeError(re.sub(r"^--[\w-]+ ", "", str(error))) from None
-        return given
-
-    return text
-
-
 def _offload_chunks(text: str) -> str:
     if text not in ("half", "all", AUTO) and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks: use a number, half, all or auto")
     return text.lstrip("0") or "0"
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "chunks": _offload_chunks,
-    "shards": _checked(ShardChoice.parse),
-    "schedule": _checked(family_of),
-    "iterations": _checked(iterations_in),
-}
+_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "chunks": _offload_chunks}
 
 
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:

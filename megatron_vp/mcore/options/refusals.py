@@ -29,7 +29,7 @@ from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.reports.job_partition import iterations_in
 from megatron_vp.mcore.settled import ROLES, process, run_settings
 from megatron_vp.mcore.storage.optimizer_state import one_way
-from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
+from megatron_vp.schedule import PassKind, Placement, Schedule, VocabMethod
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """The environment variable that lets Transformer Engine load the state of delayed scaling."""
@@ -80,7 +80,7 @@ def _faults(a: Arguments, words: Mapping[str, Any]) -> dict[str, Any]:
         "file_method": a.vocab_parallel and file.vocab not in (VocabMethod.INTERLACED, a.vocab_parallel_algorithm),
         "file_offload": a.offload_chunks != "0",
         "file_ranks": file.pipeline_size != a.pipeline_model_parallel_size,
-        "file_holders": file.vocab.is_sharded and words["file_holders"] != words["row_holders"],
+        "file_holders": file.vocab.is_sharded and file.vocab_ranks != words["row_holders"],
         "file_without_backward": not a.skip_train and not file.kinds & {PassKind.B, PassKind.BW},
         "file_microbatches": a.step_batch_size_schedule or file.microbatches != words["microbatches"],
         "file_placement": _misplaced(a, file),
@@ -121,33 +121,16 @@ arguments are records in `jobs/options.toml`.
 """
 
 
-def _asked(a: Arguments) -> str:
-    """The flag that selects one of our schedules."""
-    if a.vocab_parallel:
-        return "--vocab-parallel"
-    offloads = a.pipeline_schedule == DEFAULT_SCHEDULE
-    return f"--offload-chunks {a.offload_chunks}" if offloads else f"--pipeline-schedule {a.pipeline_schedule}"
-
-
 def _words(a: Arguments) -> dict[str, Any]:
     """What the placeholders of messages stand for."""
-    family = run_settings(a).family
-    file, chunks = family.fixed, family.chunks
-    rows, ranks = a.vocab_rows, range(a.pipeline_model_parallel_size)
-    of_file = file and {
-        "file_method": file.vocab,
-        "file_ranks": file.pipeline_size,
-        "file_holders": ", ".join(map(str, file.vocab_ranks)),
-        "row_holders": ", ".join(str(rank) for rank in ranks if rows is None or any(rows[rank : rank + 1])),
-        "file_microbatches": file.microbatches,
-        "microbatches": a.global_batch_size // (a.micro_batch_size * a.data_parallel_size),
-    }
+    family, rows = run_settings(a).family, a.vocab_rows or (1,) * a.pipeline_model_parallel_size
     return {
         **vars(a),
-        **(of_file or {}),
+        "file": family.fixed,
+        "row_holders": tuple(rank for rank, count in enumerate(rows) if count),
+        "microbatches": family.fixed and a.global_batch_size // (a.micro_batch_size * a.data_parallel_size),
         "transformer_engine_version": get_te_version(),
-        "our_schedule": _asked(a),
-        "own_chunks": {None: "two or more chunks", 1: "one chunk", 2: "two chunks"}.get(chunks, f"{chunks} chunks"),
+        "own_chunks": family.chunks or "2 or more",
         "chunks": _chunks(a),
     }
 
@@ -178,6 +161,7 @@ def _chunks_differ(a: Arguments) -> bool:
 def _properties(a: Arguments) -> dict[str, Any]:
     """Which keys of RUNS hold for a run."""
     settings = run_settings(a)
+    elsewhere = not settings.family.ends_on_last_rank
     return {
         UNREAD: True,
         "any run": True,
@@ -186,12 +170,12 @@ def _properties(a: Arguments) -> dict[str, Any]:
         "vocabulary shards": a.vocab_parallel,
         "W": settings.splits_backward,
         "W of Transformer Engine": _delays_weights(a),
-        "V": settings.last_stage_elsewhere,
+        "V": elsewhere,
         "uneven chunks": settings.replaces_schedule and a.fp8 and _chunks_differ(a),
         "moved weights": a.vocab_parallel or settings.places_chunks,
         "offload": settings.offloads,
         "sdpa": a.core_attention == "sdpa",
-        "V without shards": settings.last_stage_elsewhere and not a.vocab_parallel,
+        "V without shards": elsewhere and not a.vocab_parallel,
         "vocabulary passes": VocabMethod.NONE not in settings.family.methods,
         "pattern without heads": a.vocab_parallel and "/" not in (a.hybrid_layer_pattern or "/"),
     } | {name: lacks(name[3:].replace("-", "_")) for name in RUNS if name.startswith("no ")}
@@ -203,10 +187,9 @@ def _said(a: Arguments, warnings: bool) -> Iterator[str]:
     ours = f"--pipeline-schedule {a.pipeline_schedule}{' and --vocab-parallel' * a.vocab_parallel}"
     for option in OPTIONS:
         unread = option.run == UNREAD
-        if holds.get(option.run) and (unread or bool(option.does)) == warnings:
-            called = option.found(_typed if unread else values_of(a))
-            if called:
-                yield option.message(called, ours)
+        applies = holds.get(option.run) and (unread or bool(option.does)) == warnings
+        if applies and (called := option.found(_typed if unread else values_of(a))):
+            yield option.message(called, ours)
 
 
 def refuse(args: Arguments) -> None:
@@ -238,6 +221,7 @@ def check_given(args: Arguments) -> None:
     """Raise a UserError that lists the sizes in parsed arguments that are out of range, other infinite numbers, and
     flags that are meant to replace the data or the batch size of a configuration file but clash with it.
     """
+    iterations_in(args.pipeline_trace_iterations)
     _refuse(f"{option_of(name)} {fault}" for name, value in vars(args).items() if (fault := out_of_range(name, value)))
     two_batches = args.step_batch_size_schedule and args.global_batch_size
     clashes = ((two_batches, TWO_BATCHES), (args.mock_data and args.data_path, MOCK_DATA))
@@ -258,9 +242,8 @@ MOCK_DATA = (
 def refuse_script_options(args: Arguments) -> None:
     """Raise a UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
     values = values_of(args)
-    asked = [(option, option.found(values)) for option in OPTIONS if option.run == "our script"]
-    if any(called for _, called in asked):
-        raise Refused([option.message(called, "") for option, called in asked if called])
+    of_script = (option for option in OPTIONS if option.run == "our script")
+    _refuse(option.message(called, "") for option in of_script if (called := option.found(values)))
 
 
 def refuse_no_data(args: Arguments) -> None:

@@ -45,8 +45,11 @@ def settled_from_flags(
     """
 
     def validated(job: Arguments) -> Arguments:
-        vars(args).update(vars(job))
-        _validate(megatron, args, defaults)
+        # Local layers do not use grouped GEMMs, so Megatron must not require a device that supports them.
+        grouped = job.moe_grouped_gemm
+        vars(args).update(vars(job) | {"moe_grouped_gemm": grouped and job.transformer_impl != "local"})
+        megatron(args, defaults)
+        args.moe_grouped_gemm = grouped
         return Arguments(vars(args))
 
     return settled_job(Arguments(vars(args)), validated, files).of(args)
@@ -133,14 +136,6 @@ def _choices(given: Arguments, settings: RunSettings, shards: ChosenRows) -> dic
     if settings.digest is not None:
         chosen["schedule_fingerprint"] = f"sha256:{settings.digest}"
     return chosen
-
-
-def _validate(megatron: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    # Local layers do not use grouped GEMMs, so Megatron must not require a device that supports them.
-    grouped = args.moe_grouped_gemm
-    args.moe_grouped_gemm = grouped and args.transformer_impl != "local"
-    megatron(args, defaults)
-    args.moe_grouped_gemm = grouped
 
 
 _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 
 from megatron_vp.cost.planning.stage_costs import layers_of
@@ -62,17 +61,10 @@ def _partition(job: SettledJob) -> list[str]:
         sizes, plan, _ = Prediction(job.given).planned(job.arguments, job.settings)
         layers = layers or layers_of(sizes, plan, job.placement)
         if rows is None and (counts := plan.rows_by_rank(sizes)):
-            rows = f"vocabulary rows by pipeline rank: {_numbers(counts)}"
+            rows = f"vocabulary rows by pipeline rank: {','.join(map(str, counts))}"
     lines = (
         rows,
-        layers and f"layers by stage: {_numbers(layers)}",
+        layers and f"layers by stage: {','.join(map(str, layers))}",
         left_out and f"options that predictions and balanced rows do not count: {left_out}",
     )
     return [line for line in lines if line]
-
-
-def _numbers(values: Sequence[int]) -> str:
-    """Format one number for each rank or stage; a long list of equal numbers becomes `N each`."""
-    if len(values) > 8 and len(set(values)) == 1:
-        return f"{values[0]} each"
-    return ",".join(map(str, values))

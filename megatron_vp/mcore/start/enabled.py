@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -44,7 +43,7 @@ class Handle:
 
 def enable(settings: Mapping[str, Any]) -> Handle:
     """Apply the patches for `settings` and return a handle, as `megatron_vp.enable` describes."""
-    if settled.own_loop() is not None:
+    if settled.process.own_loop is not None:
         raise UserError(
             "megatron_vp.enable was called twice: call disable() on the first call's handle before the second call"
         )
@@ -53,8 +52,11 @@ def enable(settings: Mapping[str, Any]) -> Handle:
     try:
         # The script's own command line is not read here, because it can contain arguments that Megatron does not know.
         patch_megatron([""])
-        args, words = _parsed(settings)
-        settled.note(own_loop=OwnLoop(words, partial(_settle, settings, words)))
+        from megatron.training.arguments import add_megatron_arguments
+
+        parser: Any = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        args, words = parser.parse_call(settings)
+        settled.note(own_loop=OwnLoop(words, partial(_settle, settings, words, args)))
         if run_settings(args).replaces_schedule:
             _require_no_model()
         patch_table.require_fit(args)
@@ -92,25 +94,18 @@ def _hook(before: Any) -> Any:
     return report
 
 
-def _parsed(settings: Mapping[str, Any]) -> tuple[Arguments, tuple[str, ...]]:
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser: Any = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    args, words = parser.parse_call(settings)
-    ranks = {"rank": int(os.environ.get("RANK", "0")), "world_size": int(os.environ.get("WORLD_SIZE", "1"))}
-    return args | ranks, words
-
-
 _OF_THE_SCRIPT = {"eval_interval": 1, "micro_batch_size": 1}
 """Arguments that our rules read, but that only the script's loop knows."""
 
 
-def _settle(settings: Mapping[str, Any], words: tuple[str, ...], model: Mapping[str, Any]) -> SettledJob:
+def _settle(
+    settings: Mapping[str, Any], words: tuple[str, ...], called: Arguments, model: Mapping[str, Any]
+) -> SettledJob:
     from megatron_vp.mcore.options.settle import settled_job
     from megatron_vp.mcore.start.banner import print_banner
     from megatron_vp.mcore.start.same_job import require_same_job, settle_with_one_order
 
-    given = _described(_parsed(settings)[0], settings, model)
+    given = _described(called, settings, model)
     settled.note(words=Words(words, (), {name: option_of(name) for name in settings}))
     job = settled_job(given)
     require_same_job(job)

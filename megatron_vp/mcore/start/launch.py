@@ -51,18 +51,22 @@ def one_line_errors() -> Iterator[None]:
             _disconnect()
         raise
     except KeyboardInterrupt:
-        _end_interrupted()
+        # Ctrl-C interrupts every rank. Only rank 0 prints a line, and no rank waits for its peers.
+        if os.environ.get("RANK", "0") == "0":
+            at_last(lambda: say("stopped by Ctrl-C (SIGINT), which saves nothing"))
+        _exit(128 + signal.SIGINT)
     except BaseException as error:  # torch's CheckpointException does not derive from Exception.
         status = 2 if _before_training(error) and not _may_pass(error) else 1
-        refused = storage_failure(error)
+        refused, trace = storage_failure(error), partial(sys.excepthook, type(error), error, error.__traceback__)
         if (refused and not _connected()) or (status == 2 and isinstance(error, Exception)):
             if not isinstance(error, _INPUT_ERRORS):
-                at_last(partial(sys.excepthook, type(error), error, error.__traceback__))
+                at_last(trace)
             refuse(line_of(error), status)
         if status == 1 and not _connected():
             raise
         try:
-            _report(error)
+            line = _known_line(error)
+            at_last(trace if line is None else partial(say, f"error: {line}"))
         finally:
             _exit(status)
 
@@ -125,21 +129,6 @@ def refuse(said: str, status: int) -> NoReturn:
     """
     refuse_together(said, seconds=3.0 if _connected() else 10.0)
     _exit(status)
-
-
-def _end_interrupted() -> NoReturn:
-    """Exit after Ctrl-C, which interrupts every rank. Only rank 0 prints a line, and no rank waits for its peers."""
-    if os.environ.get("RANK", "0") == "0":
-        at_last(lambda: say("stopped by Ctrl-C (SIGINT), which saves nothing"))
-    _exit(128 + signal.SIGINT)
-
-
-def _report(error: BaseException) -> None:
-    line = _known_line(error)
-    if line is None:
-        at_last(lambda: sys.excepthook(type(error), error, error.__traceback__))
-    else:
-        at_last(lambda: say(f"error: {line}"))
 
 
 def _connected() -> bool:

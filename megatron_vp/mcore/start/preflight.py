@@ -143,24 +143,14 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
     """Lines that describe a checked job on `ranks` ranks, and what follows from where it saves."""
     from megatron_vp.mcore.start.banner import describe_run  # It imports Megatron.
 
-    return [*describe_run(job, ranks), *describe_start(job)]
-
-
-def describe_start(job: SettledJob) -> list[str]:
-    """Lines that say for which nodes a job was checked and at which iteration it would start."""
-    args = job.arguments
-    lines = (
-        []
-        if job.nodes is None
-        else [f"the job was checked as if it ran on GPU nodes instead of this machine, {assumptions(job.nodes)}"]
-    )
+    args, lines = job.arguments, describe_run(job, ranks)
+    if job.nodes is not None:
+        lines.append(f"the job was checked as if it ran on GPU nodes instead of this machine, {assumptions(job.nodes)}")
     if args.save is None:
         return [*lines, "without --save, a stopped job starts again from iteration 0"]
     if args.save != args.load:
-        return [
-            *lines,
-            f"--save is {args.save} but --load is {args.load or 'not given'}: a stopped job does not resume",
-        ]
+        said = f"--save is {args.save} but --load is {args.load or 'not given'}: a stopped job does not resume"
+        return [*lines, said]
     reached = last_checkpoint(args.save)
     start = f"continues from iteration {reached}" if reached else "starts at iteration 0"
     end = f"of {args.train_iters}" if args.train_iters else f"and ends after {args.train_samples} samples"
