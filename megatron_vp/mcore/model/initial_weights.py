@@ -99,7 +99,7 @@ class PlainStart:
         """Overwrite the weights of this rank's new chunk `index` with plain Megatron's initial weights.
 
         All ranks of a model replica call this method, once per chunk. The last call also frees plain Megatron's chunks.
-        A parameter that does not exist in plain Megatron keeps its own initial value, and so does an fp8 weight.
+        A parameter that does not exist in plain Megatron keeps its own initial value.
         """
         own = dict(_tensors(chunk))
         device, rank = pipeline_device(), dist.get_rank(self._group)
@@ -117,12 +117,12 @@ class PlainStart:
                 if not holders:
                     continue
                 _, source, held = min(holders)
-                value = self._held[held][name].detach().to(device).contiguous() if rank == source else None
+                value = _exact(self._held[held][name]).to(device).contiguous() if rank == source else None
                 if source != owner:
                     value = torch.empty(form[0], dtype=form[1], device=device) if value is None else value
                     dist.broadcast(value, src=dist.get_global_rank(self._group, source), group=self._group)
                 if rank == owner:
-                    own[name].copy_(value)
+                    _set(own[name], value)
         if index + 1 == placement.chunks:
             self._held.clear()
             if device.type == "cuda":
@@ -176,14 +176,27 @@ def _as_in_plain_megatron(args: Any, config: Any, settings: dict[str, Any]) -> I
 
 
 def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a chunk, under names that do not depend on the chunk that holds them.
-
-    Without fp8 weights (`--fp8-param-gather`), which would have to be copied together with their unrounded values.
-    """
+    """The parameters and buffers of a chunk, under names that do not depend on the chunk that holds them."""
     for named in (chunk.named_parameters(), chunk.named_buffers()):
         for name, tensor in named:
-            if not hasattr(tensor, "get_high_precision_init_val"):
-                yield _global_name(chunk, name), tensor
+            yield _global_name(chunk, name), tensor
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """The initial values before rounding; an fp8 weight keeps these values in addition to the rounded ones."""
+    drawn = tensor.get_high_precision_init_val() if hasattr(tensor, "get_high_precision_init_val") else None
+    return (tensor if drawn is None else drawn).detach()
+
+
+def _set(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite a tensor and, for an fp8 weight, also the unrounded values from which master weights are made."""
+    if not hasattr(tensor, "get_high_precision_init_val"):
+        tensor.copy_(value)
+        return
+    if (largest := getattr(tensor._quantizer, "amax", None)) is not None:
+        largest.zero_()  # Discard the amax of the old values.
+    tensor.copy_(value)
+    tensor.get_high_precision_init_val().copy_(value)
 
 
 def _global_name(chunk: nn.Module, name: str) -> str:
