@@ -86,12 +86,16 @@ class PathTime:
     def of(cls, cell: Cell, constants: Constants) -> PathTime:
         """Find the critical path of `cell` under `constants`."""
         simulator = simulator_of(cell)
-        nodes, start, end = simulator.simulate(_costs(cell, constants)).nodes
-        before = nodes.predecessors  # with the turns of the lanes
+        graph, start, end, order = simulator.simulate(_costs(cell, constants)).nodes
+        last: dict[int, int] = {}
+        before = list(map(list, graph.predecessors))
+        for number in order:  # A node also waits for its turn on its lane.
+            before[number] += [last[graph.lanes[number]]] if graph.lanes[number] in last else []
+            last[graph.lanes[number]] = number
         path = [max(range(len(end)), key=end.__getitem__)]
         while before[path[-1]] and start[path[-1]] > 0:
             path.append(max(before[path[-1]], key=end.__getitem__))
-        return cls(cell, tuple(nodes.nodes[number] for number in reversed(path)))
+        return cls(cell, tuple(graph.nodes[number] for number in reversed(path)))
 
     def mfu(self, constants: Constants) -> float:
         """MFU in percent."""

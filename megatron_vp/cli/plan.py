@@ -112,6 +112,8 @@ def plan(
     asked = *files_and_flags(job, overlays), hardware, nodes, memory, options_of(context)
     if keep and not search:
         raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave out --keep")
+    if search_budget and not (search or offload):
+        raise UserError(f"--search-budget {search_budget} has no effect: add --search or --offload, or leave it out")
     check_destination(False, write_schedule)
     answer = _answer(*read_cluster(*asked), search, keep or [], search_budget, offload)
     if write_schedule is not None:

@@ -6,6 +6,7 @@ the format requires.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 
 from megatron_vp.schedule.pass_kinds import Held
@@ -43,7 +44,7 @@ def thread(rank: int, lane: int, title: str) -> Event:
 
 
 def slice_event(
-    rank: int, lane: int, name: str, category: str, start: float, end: float, args: dict[str, object]
+    rank: int, lane: int, name: str, category: str, start: float, end: float, args: Mapping[str, object]
 ) -> Event:
     """The event for work that occupies a lane from `start` to `end`."""
     return {

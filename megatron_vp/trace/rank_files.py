@@ -81,8 +81,8 @@ class RankTrace:
         used = {span.lane for span in self.spans}
         events = perfetto.process(self.rank, *(lane for lane in _LANES if lane in used or lane < Lane.COPIES))
         for span in self.spans:
-            where, args = (self.rank, span.lane), {"iteration": span.iteration}
-            events.append(perfetto.slice_event(*where, span.name, span.category, span.start, span.end, args))
+            what, args = (span.name, span.category, span.start, span.end), {"iteration": span.iteration}
+            events.append(perfetto.slice_event(self.rank, span.lane, *what, args))
         return events
 
     @classmethod

@@ -226,6 +226,7 @@ def test_what_must_be_unset_is_in_the_json(tmp_path):
     [
         (["--search", "--keep", "schedule"], "--keep schedule is not a setting that --search varies; use tensor, "),
         (["--keep", "tensor"], "--keep tensor has no effect without --search"),
+        (["--search-budget", "5"], "--search-budget 5 has no effect: add --search or --offload"),
     ],
 )
 def test_wrong_questions_are_refused(tmp_path, words, said):
