@@ -79,9 +79,10 @@ def check_passes(schedule: Schedule) -> None:
             raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
 
 
-def returns_at_once(schedule: Schedule) -> bool:
-    """Whether no computing pass separates some R from its O."""
-    for order in schedule.ranks:
+def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
+    """Return (rank, R) for every R that no computing pass separates from its O."""
+    found: list[tuple[int, Pass]] = []
+    for rank, order in enumerate(schedule.ranks if schedule.offloaded else ()):
         left: set[tuple[int, int]] = set()
         for step in order:
             if step.kind is PassKind.O:
@@ -89,8 +90,8 @@ def returns_at_once(schedule: Schedule) -> bool:
             elif step.kind is not PassKind.R:
                 left.clear()
             elif (step.chunk, step.microbatch) in left:
-                return True
-    return False
+                found.append((rank, step))
+    return found
 
 
 def _listed(steps: Sequence[Pass]) -> str:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from statistics import fmean
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs
+from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
+from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.transfers import Copy
 from megatron_vp.schedule.vocab_passes import Nominal
@@ -71,6 +73,25 @@ def check_offloaded(schedule: Schedule) -> None:
             "has a backward that starts before its activations could go to the host and come back; use more pipeline "
             "ranks or another schedule, or leave --offload-chunks out"
         )
+
+
+def computed_between(
+    placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
+) -> list[tuple[Step, Step]]:
+    """Dependencies that keep at least one computing pass between each R in `returning` and the O before it.
+
+    `placed` is the nominal order, and `found` is the order that `reorder_for_costs` derived from it. In `placed`,
+    computing passes lie between each O and its R. Of these passes, the one nearest to R in `found` must run after O and
+    before R.
+    """
+    links = []
+    for rank, back in returning:
+        order, place = placed.ranks[rank], {step: k for k, step in enumerate(found.ranks[rank])}
+        left = back._replace(kind=PassKind.O)
+        between = [step for step in order[order.index(left) : order.index(back)] if step.kind not in OFFLOAD_KINDS]
+        nearest = min(between, key=lambda step: abs(place[step] - place[back]))
+        links += [(Step(rank, left), Step(rank, nearest)), (Step(rank, nearest), Step(rank, back))]
+    return links
 
 
 class _Placing:

@@ -37,14 +37,18 @@ def reorder_for_costs(
     costs: Costs,
     pairs: Sequence[Sequence[tuple[Pass, Pass]]] = (),
     further_orders: bool = True,
+    links: Sequence[tuple[Node, Node]] = (),
 ) -> Schedule:
     """Reorder the passes of `schedule` within `limits` to shorten it under `costs`. The given order must already
     respect `limits`.
 
-    `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. Without
-    `further_orders`, only `Search.first` are compared.
+    `pairs[r]` are pairs of passes of rank r; the second pass of a pair stays right after the first. `links` are
+    additional dependencies: the second node of each waits for the first. Without `further_orders`, only
+    `Search.first` are compared.
     """
     graph = linked_graph(schedule)
+    for earlier, later in links:
+        graph.link(graph.number(earlier), graph.number(later))
     search = Search(schedule, limits, costs, graph, pairs)
     found = [*search.first, *(search.further_orders() if further_orders else ())]
     while True:

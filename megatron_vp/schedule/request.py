@@ -8,14 +8,14 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs, PassCosts
-from megatron_vp.schedule.dependencies import returns_at_once
+from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.family import Family
-from megatron_vp.schedule.graph import gc_paused
+from megatron_vp.schedule.graph import Step, gc_paused
 from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
-from megatron_vp.schedule.placed_copies import offload
+from megatron_vp.schedule.placed_copies import computed_between, offload
 from megatron_vp.schedule.reorder import evaluation, forwards, reorder_for_costs
 from megatron_vp.schedule.timeline import simulate
 from megatron_vp.schedule.vocab_passes import Nominal, nominal_schedule
@@ -130,11 +130,17 @@ class ScheduleRequest:
         )
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
-        """Reorder the passes of `nominal` to shorten it. If a chunk's activations would then return before their rank
-        has computed anything else, the nominal order stays.
-        """
-        found = reorder_for_costs(nominal.schedule, limits, self.costs, nominal.pairs, self.further_orders)
-        return nominal.schedule if returns_at_once(found) else found
+        """Reorder the passes of `nominal` to shorten it, but keep a computing pass between each O and its R."""
+        links: list[tuple[Step, Step]] = []
+        for _ in range(4):
+            found = reorder_for_costs(
+                nominal.schedule, limits, self.costs, nominal.pairs, self.further_orders, links=links
+            )
+            early = returning_at_once(found)
+            if not early:
+                return found
+            links += computed_between(nominal.schedule, found, early)
+        return nominal.schedule
 
     @property
     def promised_peaks(self) -> tuple[int, ...]:

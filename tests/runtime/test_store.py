@@ -11,13 +11,14 @@ from megatron_vp.runtime.store import Slot, Store
 
 
 def slots_of(verb):
-    """The slots that the runtime's calls of `put` or `take` name."""
+    """The slots that the runtime's calls of `put` or `take` name, and those of results in a list."""
     for path in Path(*runtime.__path__).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == verb:
-                slot = node.args[0]
-                if isinstance(slot, ast.Attribute) and isinstance(slot.value, ast.Name) and slot.value.id == "Slot":
-                    yield Slot[slot.attr]
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == verb
+            listed = verb == "put" and isinstance(node, ast.Tuple)
+            slot = next(iter(node.args if called else node.elts if listed else ()), None)
+            if isinstance(slot, ast.Attribute) and isinstance(slot.value, ast.Name) and slot.value.id == "Slot":
+                yield Slot[slot.attr]
 
 
 @pytest.mark.parametrize("verb", ["put", "take"])

@@ -21,7 +21,7 @@ from megatron_vp.schedule import (
     simulate,
     to_json,
 )
-from megatron_vp.schedule.dependencies import returns_at_once
+from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.families import family_of_text
 from megatron_vp.schedule.validate import validate
 
@@ -45,7 +45,7 @@ def assert_sound(name, p, m, chunks, method, count, costs):
             backward = next(place[Pass(kind, microbatch, chunk)] for kind in ("B", "BW") if kind in kinds)
             assert [*steps, backward] == sorted([*steps, backward])
             assert len(steps) == (3 if (rank, chunk) in schedule.offloaded else 1)
-    assert len(schedule.offloaded) <= p * count and not returns_at_once(schedule)
+    assert len(schedule.offloaded) <= p * count and not returning_at_once(schedule)
     return timeline
 
 
@@ -126,7 +126,7 @@ def test_the_first_microbatches_of_a_file_run(name, method, count, copy):
     family = family_of_text("some.json", to_json(whole))
     peaks, adjacent = simulate(whole).peak_activation, 0
     for microbatches in range(1, 16):
-        adjacent += returns_at_once(whole.first_microbatches(microbatches))
+        adjacent += len(returning_at_once(whole.first_microbatches(microbatches)))
         timeline = validate(ScheduleRequest.of(family, 4, microbatches, method=whole.vocab).schedule())
         assert timeline.schedule.microbatches == microbatches
         assert timeline.schedule.offloaded == whole.offloaded

@@ -29,7 +29,7 @@ from megatron_vp.mcore.platform.installed import lacks
 from megatron_vp.mcore.reports.job_partition import iterations_in
 from megatron_vp.mcore.settled import ROLES, process, run_settings
 from megatron_vp.mcore.storage.optimizer_state import one_way
-from megatron_vp.schedule import PassKind, Placement, Schedule, VocabMethod
+from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
 
 UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
 """The environment variable that lets Transformer Engine load the state of delayed scaling."""
@@ -121,6 +121,14 @@ arguments are records in `jobs/options.toml`.
 """
 
 
+def _asked(a: Arguments) -> str:
+    """The flag that selects one of our schedules."""
+    if a.vocab_parallel:
+        return "--vocab-parallel"
+    offloads = a.pipeline_schedule == DEFAULT_SCHEDULE
+    return f"--offload-chunks {a.offload_chunks}" if offloads else f"--pipeline-schedule {a.pipeline_schedule}"
+
+
 def _words(a: Arguments) -> dict[str, Any]:
     """What the placeholders of messages stand for."""
     family, rows = run_settings(a).family, a.vocab_rows or (1,) * a.pipeline_model_parallel_size
@@ -130,6 +138,7 @@ def _words(a: Arguments) -> dict[str, Any]:
         "row_holders": tuple(rank for rank, count in enumerate(rows) if count),
         "microbatches": family.fixed and a.global_batch_size // (a.micro_batch_size * a.data_parallel_size),
         "transformer_engine_version": get_te_version(),
+        "our_schedule": _asked(a),
         "own_chunks": family.chunks or "2 or more",
         "chunks": _chunks(a),
     }
