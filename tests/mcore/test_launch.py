@@ -129,7 +129,7 @@ def test_one_rank_says_it_for_all_and_all_exit_with_status_2():
     arguments = tiny_model(pipeline_model_parallel_size=1, vocab_parallel=True)
     (first, text), last = run_ranks(2, start, arguments, {})
     assert first == 2 and last == (2, "") and text.count("\n") == 1
-    assert text.startswith("error: --vocab-parallel, --pipeline-schedule or --offload-chunks with one")
+    assert text.startswith("error: --vocab-parallel with one pipeline stage has")
 
 
 def test_a_start_without_a_launcher_says_how_to_launch():
