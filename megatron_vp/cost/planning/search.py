@@ -32,7 +32,7 @@ from megatron_vp.cost.planning.predict import Prediction, evaluate
 from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod
+from megatron_vp.schedule import VocabMethod, family
 
 BUDGET = 250
 """Default limit on the number of simulations that a search counts against its `budget`."""
@@ -225,12 +225,16 @@ class Search:
         return getattr(option.candidate, kind) and least.seconds < best and least.memory_within(best) <= self.limit
 
     def _fit(self) -> None:
-        """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits."""
+        """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits. Only a
+        run of a smaller base that fits can become faster in this way.
+        """
         fitting, running = self.fitting, []
         for index in dict.fromkeys([*self.own, *(each.variant for each in sorted(fitting, key=time_and_memory)[:1])]):
             job = self.tried[index].job
             for candidate, largest in flexible_candidates(job, self.hardware):
-                if all(each.variant != index or each.candidate != largest for each in fitting):
+                own = [each for each in fitting if each.variant == index and each.plan.vocab is candidate.plan.vocab]
+                bases = {base.name for base in family(candidate.plan.schedule).bases}
+                if any(each.plan.schedule in bases for each in own) and all(each.candidate != largest for each in own):
                     asked = candidate, largest, job, self.hardware, self.limit
                     option = Option(Bound(0.0, 0.0), index, 0, candidate)
                     running.append((option, self.pool.submit(fitted_evaluation, *asked)))
