@@ -47,7 +47,7 @@ class Choice:
     band: float = ERROR_BAND["time"]
 
     def gain_over(self, other: Prediction | None) -> float | None:
-        """Speed-up of the chosen run over another run; None if there is no other run."""
+        """Speed-up of the chosen run over another run; None without another run."""
         return None if other is None else other.iteration_seconds / self.chosen.iteration_seconds
 
 
