@@ -199,14 +199,10 @@ def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
     for group, count in [*counts.items(), ("**all**", totals)]:
         lines.append(f"| {group} | {' | '.join(str(count[key]) for key in ('jobs', 'plain', *OURS))} |")
     for place, way in enumerate(("plain Megatron", *OURS)):
-        refused = {job: said[place] for job, said in answers.items() if len(said) > place and said[place] is not None}
-        by_reason: dict[str, list[str]] = {}
-        for job, answer in refused.items():
-            by_reason.setdefault(reason(answer), []).append(f"{job.group.rpartition(': ')[2]}/{job.name}")
-        lines += ["", f"| refused, {way} | jobs | which |", "|---|---|---|"]
-        for why, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
-            few = names if len(names) <= 3 else [*names[:2], f"{len(names) - 2} more"]
-            lines.append(f"| {re.sub(r'--[\w-]+', r'`\g<0>`', why)} | {len(names)} | {', '.join(few)} |")
+        refused = [said[place] for said in answers.values() if len(said) > place and said[place] is not None]
+        by_reason = Counter(reason(answer) for answer in refused)
+        lines += ["", f"| refused, {way} | jobs |", "|---|---|"]
+        lines += [f"| {re.sub(r'--[\w-]+', r'`\g<0>`', why)} | {count} |" for why, count in by_reason.most_common()]
     return "\n".join(lines)
 
 
