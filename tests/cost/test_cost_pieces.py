@@ -10,7 +10,7 @@ from megatron_vp.cost.layers.layer_operations import layer_flops, layer_weights,
 from megatron_vp.cost.layers.layouts import equal_layers, redistributed_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Recompute
 from megatron_vp.cost.paper.published import Cell, jobs
-from megatron_vp.cost.ranks.layer_memory import layer_activations
+from megatron_vp.cost.ranks.layer_memory import layer_memory
 from megatron_vp.cost.ranks.pass_times import attention_times
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -24,6 +24,10 @@ def gpt(**changes):
 
 def job(model=None, **changes):
     return Job(model or gpt(), **{"sequence": 2048, "micro_batch": 1, "microbatches": 128, "pipeline": 8} | changes)
+
+
+def kept(one):
+    return layer_memory(one, HARDWARE["h100"], False).kept
 
 
 def test_flops_are_the_paper_s():
@@ -59,12 +63,12 @@ def test_grouped_queries_and_gates_change_the_weights():
 def test_activations_of_a_plain_layer(changes, per_unit):
     statistics = 4 * 24 / changes.get("tensor", 1) / 3072
     expected = (per_unit + statistics) * 2048 * 3072
-    assert layer_activations(job(**changes)) == pytest.approx(expected)
+    assert kept(job(**changes)) == pytest.approx(expected)
 
 
 def test_dropout_keeps_two_masks_and_recomputation_the_input():
-    assert layer_activations(job(gpt(dropout=True))) - layer_activations(job()) == 2 * 2048 * 3072
-    assert layer_activations(job(recompute=Recompute.FULL)) == 2 * 2048 * 3072
+    assert kept(job(gpt(dropout=True))) - kept(job()) == 2 * 2048 * 3072
+    assert kept(job(recompute=Recompute.FULL)) == 2 * 2048 * 3072
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 3])

@@ -142,7 +142,7 @@ def test_gated_delta_nets_replace_attention_in_some_layers():
     assert not mixed.model.is_hybrid
     weights = H * (4 * 16 * 128 + 2 * 32 * 128 - 2 * 16 * 128 + 2 * 32) + 4 * (2 * 16 * 128 + 32 * 128) + 32 * 128 * H
     assert layer_weights(mixed, "G") == weights + 2 * H
-    memory = layer_memory(mixed, False, "g")
+    memory = layer_memory(mixed, HARDWARE["h100"], False, "g")
     assert (
         memory.kept > 0
         and PassTimes(mixed, HARDWARE["h100"]).layer("g").F < PassTimes(mixed, HARDWARE["h100"]).layer("t").F * 1.5

@@ -20,7 +20,6 @@ from megatron_vp.cost.layers.layer_operations import (
     LAYERS,
     Matrix,
     Op,
-    expert_weights,
     layer_flops,
     layer_weights,
 )
@@ -75,9 +74,8 @@ def test_an_even_cut_costs_what_whole_layers_cost(job, plan):
 def test_letters_share_a_layers_work_and_weights(model):
     job = replace(JOB, model=model)
     parts = ("*", "E" if model.experts else "-")
-    for figure in (layer_flops, layer_weights, expert_weights):
+    for figure in (layer_flops, layer_weights):
         assert sum(figure(job, kind) for kind in parts) == figure(job)
-    assert expert_weights(job, "*") == 0
 
 
 @settings(max_examples=80, deadline=None)

@@ -7,7 +7,7 @@ import pytest
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape
-from megatron_vp.cost.ranks.layer_memory import WORKING_SET, layer_activations
+from megatron_vp.cost.ranks.layer_memory import WORKING_SET, layer_memory
 from megatron_vp.cost.ranks.rank_memory import (
     EMBEDDED,
     SCORES,
@@ -21,6 +21,10 @@ HIDDEN, ROWS = 64, 1008
 MODEL = ModelShape(layers=4, hidden=HIDDEN, heads=4, ffn=4 * HIDDEN, vocab=ROWS)
 JOB = Job(MODEL, sequence=32, micro_batch=1, microbatches=3, pipeline=2)
 LAYER = 12 * HIDDEN**2 + 4 * HIDDEN
+
+
+def kept_by(job):
+    return layer_memory(job, HARDWARE["h100"], False).kept
 
 
 def memory(job, name="1f1b", microbatches=3, vocab="none"):
@@ -55,7 +59,7 @@ def test_a_distributed_optimizer_is_shared_by_all_replicas_and_gradients_are_as_
 def test_a_plain_backward_holds_its_microbatches_one_layer_s_work_and_the_logits(parallel):
     job = replace(JOB, **parallel)
     ranks = job.tensor
-    unit, kept = 32 * HIDDEN / ranks, 2 * layer_activations(job)
+    unit, kept = 32 * HIDDEN / ranks, 2 * kept_by(job)
     first, last = map(memory(job).rank, range(2))
     assert first.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit) and first.vocabulary == 0
     assert last.activations == pytest.approx(WORKSPACES + kept + WORKING_SET * unit)
@@ -67,7 +71,7 @@ def test_a_plain_backward_holds_its_microbatches_one_layer_s_work_and_the_logits
 
 def test_split_vocabulary_layers_hold_a_microbatch_more_their_buffers_and_their_share_of_the_logits():
     first, last = map(memory(JOB, microbatches=4, vocab="vocab-2").rank, range(2))
-    unit, kept = 32 * HIDDEN, 2 * layer_activations(JOB)
+    unit, kept = 32 * HIDDEN, 2 * kept_by(JOB)
     assert first.activations == pytest.approx(WORKSPACES + 3 * (kept + EMBEDDED * unit) + WORKING_SET * unit)
     assert last.activations == pytest.approx(WORKSPACES + 2 * kept + WORKING_SET * unit)
     assert first.vocabulary == last.vocabulary == SHARED_BUFFERS * unit + SCORES * 32 * ROWS / 2

@@ -83,25 +83,6 @@ def refuse_fp8(job: Job, hardware: Hardware) -> None:
         )
 
 
-def weight_copies(job: Job, hardware: Hardware, kind: str = "t") -> float:
-    """Bytes of the fp8 copies of one layer's weights on one rank, which exist from the first microbatch on."""
-    return quantised(job.fp8, hardware).kept * fp8_weights(job, kind) if job.fp8 else 0.0
-
-
 def fp8_weights(job: Job, kind: str = "t") -> int:
     """Parameters of one layer on one rank that fp8 recipes multiply in fp8."""
     return sum(op.matrix.weights for op in operations(job, kind) if op.matrix and op.narrows)
-
-
-def activations_saved(job: Job, hardware: Hardware, kind: str = "t") -> float:
-    """Bytes by which fp8 reduces a layer's activations per microbatch on one rank, compared with 16 bits.
-
-    The inputs of the QKV product, of the MLP, and of the MLP's second product are kept in fp8 instead of 16 bits. The
-    input of the output projection is kept in both formats, because attention's backward needs it in 16 bits.
-    """
-    if job.fp8 is None:
-        return 0.0
-    each = quantised(job.fp8, hardware)
-    kept = each.columns or each.rows  # per element of a product's input, from which W computes the weight gradient
-    left = [op for op in operations(job, kind) if not op.again(job)]
-    return sum((job.element_bytes - kept) * op.narrow - kept * op.doubled for op in left)

@@ -63,6 +63,14 @@ class Matrix(NamedTuple):
         """FLOPs of one microbatch's forward."""
         return 2 * self.tokens * self.inputs * self.outputs * self.copies
 
+    @property
+    def orthogonal_flops(self) -> float:
+        """FLOPs of a Newton-Schulz step of Muon, which multiplies an m x n matrix, m <= n, three times: X X^T, the
+        product with itself, and this with X.
+        """
+        m, n = sorted((self.inputs, self.outputs))
+        return self.copies * (4 * m * m * n + 2 * m**3)
+
 
 class Op(NamedTuple):
     """One operation of a layer's forward, for one microbatch on one rank.
@@ -110,10 +118,15 @@ class Op(NamedTuple):
         """FLOPs of its forward, with attention not halved for causality."""
         return self.scores + self.work + (self.matrix.flops if self.matrix else 0.0)
 
+    @property
+    def made_bytes(self) -> float:
+        """Bytes of the tensors that it makes for its backward."""
+        return sum(self.keeps) + sum(self.frees)
+
     def kept_bytes(self, job: Job) -> float:
         """Bytes that it keeps on the device from F to B."""
         away = OFFLOADED.get(self.name, "") in job.offloaded_modules
-        return 0.0 if away or self.again(job) else sum(self.keeps) + sum(self.frees)
+        return 0.0 if away or self.again(job) else self.made_bytes
 
     def again(self, job: Job) -> bool:
         """Whether the backward repeats this operation, so that its results are not kept."""
@@ -393,24 +406,6 @@ def expert_copies(job: Job) -> float:
 def layer_weights(job: Job, kind: str = "t") -> int:
     """Parameters of one layer on one rank, including its norms."""
     return sum(op.weights for op in operations(job, kind))
-
-
-def orthogonal_flops(job: Job, kind: str = "t") -> tuple[float, float]:
-    """FLOPs of Muon's Newton-Schulz steps for the matrices of one layer on one rank: outside experts, and of experts.
-
-    A step multiplies an m x n matrix, m <= n, three times: X X^T, the product with itself, and this with X.
-    """
-    found = [0.0, 0.0]
-    for op in operations(job, kind):
-        if op.matrix:
-            m, n = sorted(op.matrix[:2])
-            found[op.expert] += job.muon * op.matrix.copies * (4 * m * m * n + 2 * m**3)
-    return found[0], found[1]
-
-
-def expert_weights(job: Job, kind: str = "t") -> int:
-    """Parameters of one layer's experts on one rank."""
-    return sum(op.weights for op in operations(job, kind) if op.expert)
 
 
 def layer_flops(job: Job, kind: str = "t") -> float:

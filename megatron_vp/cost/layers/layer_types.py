@@ -36,15 +36,21 @@ def model_layers(job: Job) -> Counts:
 
 
 @lru_cache(maxsize=4096)
-def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[Counts, ...]:
-    """The layers of every virtual stage by kind, given the number of layers of each stage.
+def stage_kinds(job: Job, layers: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+    """The kinds of the layers of every virtual stage in order, given the number of layers of each stage.
 
     The last stage, or one before it, also holds the layers of multi-token prediction.
     """
     kinds = layer_kinds(job, sum(layers))
-    found = [Counter(kinds[start:end]) for start, end in pairwise(accumulate(layers, initial=0))]
-    found[max(0, len(found) - 1 - job.model.behind_mtp)].update(head_kinds(job.model))
-    return tuple(found)
+    found = [kinds[start:end] for start, end in pairwise(accumulate(layers, initial=0))]
+    found[max(0, len(found) - 1 - job.model.behind_mtp)] += head_kinds(job.model)
+    return tuple(map(tuple, found))
+
+
+@lru_cache(maxsize=4096)
+def stage_layers(job: Job, layers: tuple[int, ...]) -> tuple[Counts, ...]:
+    """The layers of every virtual stage by kind."""
+    return tuple(map(Counter, stage_kinds(job, layers)))
 
 
 def head_kinds(model: ModelShape) -> list[str]:

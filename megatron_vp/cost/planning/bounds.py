@@ -103,14 +103,14 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
         # If backwards are split, Ws may fill the time in which earlier stages run their last Bs.
         drain = 0.0 if split else behind[first]
         seconds = max(seconds, before[first] + job.microbatches * work[rank] + drain - outside + after)
-        kept, waiting = memory.held(rank, "kept"), memory.held(rank, "waiting")
-        in_pass, held, byte_seconds, by_stage = memory.in_pass(rank), 0.0, 0.0, list[float]()
+        held, byte_seconds, by_stage = 0.0, 0.0, list[float]()
         for stage in stages:
             stays = before[-1] - before[stage] + turn + behind[-1] - behind[stage]
             weight = costs.W[stage] if split else 0.0
             held += stays + weight
-            by_stage.append(stays * kept[stage] + weight * min(kept[stage], waiting[stage]))
-            byte_seconds += costs.F[stage] * in_pass[stage].forward + whole[stage] * in_pass[stage].backward
+            of_layers = memory.stages[stage]
+            by_stage.append(stays * of_layers.kept + weight * min(of_layers.kept, of_layers.waiting))
+            byte_seconds += costs.F[stage] * of_layers.forward + whole[stage] * of_layers.backward
         idle = later + before[first] + drain
         byte_seconds += sum(sorted(by_stage)[: len(stages) - away])
         if not away:

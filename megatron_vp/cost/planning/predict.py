@@ -160,8 +160,8 @@ class Prediction:
         for rank in range(self.job.pipeline):
             chunks = tuple(chunk for where, chunk in schedule.offloaded if where == rank)
             lane = schedule.microbatches * sum(took[way, rank, chunk] for way in (True, False) for chunk in chunks)
-            moved, stages = memory.offloaded(rank), schedule.placement.stage_of[rank]
-            sizes = sum(moved[stages[chunk]] for chunk in chunks)
+            stages = schedule.placement.stage_of[rank]
+            sizes = sum(memory.offloaded(stages[chunk]) for chunk in chunks)
             found.append(RankCopies(chunks, memory.host(rank), sizes, lane / timeline.busy[rank]))
         return tuple(found)
 

@@ -89,10 +89,9 @@ def copy_seconds(memory: MemoryModel) -> dict[tuple[bool, int, int], float]:
     """Seconds that a microbatch's copies to the host and back take; the keys are those of `StageCosts.copies`."""
     host, found = memory.hardware.host, {}
     for rank, stages in enumerate(memory.schedule.placement.stage_of):
-        moved = memory.offloaded(rank)
         for chunk, stage in enumerate(stages):
-            found[True, rank, chunk] = moved[stage] / host.out
-            found[False, rank, chunk] = moved[stage] / host.back
+            found[True, rank, chunk] = memory.offloaded(stage) / host.out
+            found[False, rank, chunk] = memory.offloaded(stage) / host.back
     return found
 
 

@@ -1,4 +1,4 @@
-"""Memory of one transformer layer: activations that it keeps for the backward, and temporary buffers of its passes.
+"""Memory of transformer layers: activations kept for the backward, temporary buffers of their passes, and weights.
 
 All figures are bytes on one rank. docs/evidence/predictions.md compares predictions with the bytes counted by
 `replay --shapes-only`.
@@ -6,13 +6,15 @@ All figures are bytes on one rank. docs/evidence/predictions.md compares predict
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import takewhile
 
-from megatron_vp.cost.layers.layer_operations import Op, operations
-from megatron_vp.cost.layers.layer_types import type_of
+from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.fp8 import fp8_weights, quantised
+from megatron_vp.cost.layers.layer_operations import layer_weights, operations
 from megatron_vp.cost.layers.shapes import Job, Recompute
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
@@ -31,72 +33,73 @@ SOFTMAX_IN_PASS = 6
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """Memory of one layer in bytes, for one microbatch, and further sums over its operations.
+    """Memory of a layer or of a stage's layers in bytes, for one microbatch, and further sums over their operations.
 
     kept: activations that are kept from F to B.
     waiting: tensors that are kept from B to W, if the backward is split.
-    backward: temporary bytes in the backward, in addition to `kept`. With full recomputation, they include all
-        activations of the layer.
-    once: a buffer that a rank allocates once for all its layers.
-    small: the part of `kept` that stays on the device if the layer is offloaded.
+    small: the part of `kept` that stays on the device if the layer is offloaded, because copies are not worth it.
     weights, experts: the layer's parameters, and those of them that belong to experts.
     copies: fp8 copies of its weights, which exist from the first microbatch on.
     dense_flops, expert_flops: FLOPs of Muon's Newton-Schulz steps for matrices outside experts, and of experts.
+    backward: temporary bytes in the backward, in addition to `kept`. With full recomputation, they include all
+        activations of the layer.
+    once: a buffer that a rank allocates once for all its layers.
+    forward: temporary bytes in the forward of a stage.
     """
 
     kept: float
     waiting: float
+    small: float
+    weights: float
+    experts: float
+    copies: float
+    dense_flops: float
+    expert_flops: float
     backward: float
     once: float = 0.0
-    small: float = 0.0
-    weights: int = 0
-    experts: int = 0
-    copies: float = 0.0
-    dense_flops: float = 0.0
-    expert_flops: float = 0.0
+    forward: float = 0.0
 
 
-def layer_activations(job: Job, kind: str = "t") -> float:
-    """Bytes that one layer keeps from F to B.
+_SUMMED = ("kept", "waiting", "small", "weights", "experts", "copies", "dense_flops", "expert_flops")
+
+
+@lru_cache(maxsize=4096)
+def layer_memory(job: Job, hardware: Hardware, split: bool, kind: str = "t") -> LayerMemory:
+    """The memory of one layer; `split`: whether its weight gradients are computed in a separate pass W.
 
     A plain GPT layer in 16 bits with dropout and fused attention keeps 34 bytes per token and hidden unit (Korthikanti
     et al., 2022, equation 2 without the attention scores).
     """
+    found, paper = operations(job, kind), job.layers is LayerKind.PAPER
+    experts = [op for op in found if op.expert]
+    of_experts = sum(op.matrix.orthogonal_flops for op in experts if op.matrix)
+    orthogonal = sum(op.matrix.orthogonal_flops for op in found if op.matrix)
+    kept, saved, copies = sum(op.kept_bytes(job) for op in found), 0.0, 0.0
+    if job.fp8:
+        each = quantised(job.fp8, hardware)
+        copies = each.kept * fp8_weights(job, kind)
+        # The inputs of the QKV product, of the MLP, and of the MLP's second product are kept in fp8 instead of 16 bits.
+        # The input of the output projection is kept in both formats, because attention's backward needs it in 16 bits.
+        narrow = (
+            each.columns or each.rows
+        )  # per element of a product's input, from which W computes the weight gradient
+        left = [op for op in found if not op.again(job)]
+        saved = sum((job.element_bytes - narrow) * op.narrow - narrow * op.doubled for op in left)
     if job.recompute is Recompute.FULL:
-        return job.element_bytes * job.units
-    paper = job.layers is LayerKind.PAPER
-    if paper and job.kept_bytes:
-        return job.kept_bytes * job.tokens * job.model.hidden
-    found = operations(job, kind)
-    return _kept(found) if paper else sum(op.kept_bytes(job) for op in found)
-
-
-def _kept(found: Iterable[Op]) -> float:
-    return sum(sum(op.keeps) + sum(op.frees) for op in found)
-
-
-def small_activations(job: Job, kind: str = "t") -> float:
-    """Bytes of activations that stay on the device when a layer is offloaded: tensors too small to be worth a copy."""
-    return sum(each for op in operations(job, kind) for each in (*op.keeps, *op.frees) if each < LEAST_OFFLOADED)
-
-
-@lru_cache(maxsize=4096)
-def layer_memory(job: Job, split: bool, kind: str = "t") -> LayerMemory:
-    """The memory of one layer; `split`: whether its weight gradients are computed in a separate pass W."""
-    kept, found = layer_activations(job, kind), operations(job, kind)
-    if job.layers is LayerKind.PAPER:
-        return LayerMemory(kept, kept, (WORKING_SET + (SPLIT_BACKWARD if split else 0)) * job.units)
+        kept = job.element_bytes * job.units
+    elif paper and job.kept_bytes:
+        kept = job.kept_bytes * job.tokens * job.model.hidden
+    # W needs the inputs of the matrix products and the gradients of their outputs. Together, these tensors have as many
+    # elements as the activations that a layer keeps.
+    waiting, once = sum(sum(op.keeps) for op in found), 0.0
     # A layer's memory peaks in the MLP's backward, when the gradient of the first matrix product's output exists. By
     # then, the input of the second product has been freed, unless W needs it. If a layer has no MLPs, its backward
     # holds the gradients of attention's queries, keys, values and output.
     backward = [0.0, *(op.gradients[split] for op in found if op.gradients)][-1]
-    backward += _kept(op for op in found if op.again(job))
-    unfused = job.layers is LayerKind.LOCAL and any(op.scores for op in found)
-    once = job.element_bytes * job.scores if unfused else 0.0
-    # W needs the inputs of the matrix products and the gradients of their outputs. Together, these tensors have as many
-    # elements as the activations that a layer keeps.
-    waiting = sum(sum(op.keeps) for op in found)
-    if job.sequence_parallel and job.tensor > 1:
+    backward += sum(op.made_bytes for op in found if op.again(job))
+    if paper:
+        waiting, backward = kept, (WORKING_SET + split * SPLIT_BACKWARD) * job.units
+    elif job.sequence_parallel and job.tensor > 1:
         # With sequence parallelism, each column-parallel layer gathers its input. The backward also holds the gradient
         # of the gathered input, and the slice of this gradient that stays on the rank. The output gradients of
         # attention and of a dense MLP are gathered over the tensor ranks before W uses them.
@@ -104,38 +107,49 @@ def layer_memory(job: Job, split: bool, kind: str = "t") -> LayerMemory:
         once += gathered
         backward += gathered * (1 + 1 / job.tensor)
         waiting += sum(op.name in ("proj", "down") and not op.expert for op in found) * gathered * (1 - 1 / job.tensor)
-    return LayerMemory(kept, waiting, backward, once)
+    if job.layers is LayerKind.LOCAL and any(op.scores for op in found):
+        once += job.element_bytes * job.scores
+    return LayerMemory(
+        kept - saved,
+        waiting - saved,
+        sum(each for op in found for each in (*op.keeps, *op.frees) if each < LEAST_OFFLOADED),
+        layer_weights(job, kind),
+        sum(op.weights for op in experts),
+        copies,
+        job.muon * (orthogonal - of_experts),
+        job.muon * of_experts,
+        backward,
+        once,
+    )
+
+
+@lru_cache(maxsize=4096)
+def stage_memory(job: Job, hardware: Hardware, split: bool, kinds: tuple[str, ...]) -> LayerMemory:
+    """The memory of a stage with layers of `kinds`, in order.
+
+    The backward needs the bytes of the largest MLP, or those of attention if the stage has no MLPs. Heads of
+    multi-token prediction are like the layers before them, so the passes need no more bytes for them.
+    """
+    own = list(takewhile("m".__ne__, kinds)) or ["t"] * (not job.model.pattern)
+    counts = Counter(kinds)
+    layers = {kind: layer_memory(job, hardware, split, kind) for kind in {*counts, *own}}
+    needed = {kind: layers[kind].backward for kind in own}
+    mlps = [each for kind, each in needed.items() if any(op.name == "down" for op in operations(job, kind))]
+    return LayerMemory(
+        *(sum(count * getattr(layers[kind], name) for kind, count in counts.items()) for name in _SUMMED),
+        max(mlps or needed.values(), default=0.0),
+        max((layers[kind].once for kind in counts), default=0.0),
+        _in_attention(job, own),
+    )
 
 
 def _in_attention(job: Job, kinds: Sequence[str]) -> float:
     """Bytes of unfused attention's softmax in the forward of the last attention layer among `kinds`, beyond what they
     keep. The activations of later MLPs are subtracted, because they count as kept but do not exist yet.
     """
-    if job.layers is not LayerKind.LOCAL:
-        return 0.0
     found = [op for kind in kinds for op in operations(job, kind)]
     last = max((place for place, op in enumerate(found) if op.scores), default=None)
-    if last is None:
+    if job.layers is not LayerKind.LOCAL or last is None:
         return 0.0
     later = sum(sum(op.keeps) for op in found[last:] if op.name in ("up", "activation"))
     return max(0.0, SOFTMAX_IN_PASS * job.scores - later)
-
-
-class PassMemory(NamedTuple):
-    """Temporary bytes in the passes of a stage, in addition to what its layers keep; see `LayerMemory`."""
-
-    forward: float
-    backward: float
-
-
-@lru_cache(maxsize=4096)
-def pass_memory(job: Job, split: bool, letters: str) -> PassMemory:
-    """The temporary bytes in a stage's passes. `letters` is the stage's part of the model's layer pattern, if there is
-    one.
-
-    The backward needs the bytes of the largest MLP, or those of attention if the stage has no MLPs.
-    """
-    kinds = list(map(type_of, letters)) if job.model.pattern else ["t"]
-    memory = {kind: layer_memory(job, split, kind).backward for kind in kinds}
-    mlps = [each for kind, each in memory.items() if any(op.name == "down" for op in operations(job, kind))]
-    return PassMemory(_in_attention(job, kinds), max(mlps or memory.values(), default=0.0))

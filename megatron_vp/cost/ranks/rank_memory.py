@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.fp8 import activations_saved, quantised, weight_copies
-from megatron_vp.cost.layers.layer_operations import expert_weights, layer_weights, orthogonal_flops
-from megatron_vp.cost.layers.layer_types import Counts, model_layers, stage_layers
-from megatron_vp.cost.layers.shapes import Job, Recompute
-from megatron_vp.cost.ranks.layer_memory import (
-    SPLIT_BACKWARD,
-    LayerMemory,
-    PassMemory,
-    layer_memory,
-    pass_memory,
-    small_activations,
-)
+from megatron_vp.cost.layers.fp8 import quantised
+from megatron_vp.cost.layers.layer_types import stage_kinds
+from megatron_vp.cost.layers.shapes import Job
+from megatron_vp.cost.ranks.layer_memory import SPLIT_BACKWARD, LayerMemory, stage_memory
 from megatron_vp.cost.ranks.outside import FRAGMENTS, GIB, outside_memory
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Held, PassKind, Schedule, VocabMethod
@@ -72,24 +64,6 @@ class RankMemory:
         return held | {"outside": self.outside + held.pop("fragments")}
 
 
-@lru_cache(maxsize=4096)
-def _on_hardware(job: Job, hardware: Hardware, split: bool, kind: str) -> LayerMemory:
-    """All figures of a layer, of which those of an fp8 recipe depend on the hardware."""
-    memory, (dense, experts) = layer_memory(job, split, kind), orthogonal_flops(job, kind)
-    saved = activations_saved(job, hardware, kind) if job.recompute is not Recompute.FULL else 0.0
-    return replace(
-        memory,
-        kept=memory.kept - saved,
-        waiting=memory.waiting - saved,
-        small=small_activations(job, kind),
-        weights=layer_weights(job, kind),
-        experts=expert_weights(job, kind),
-        copies=weight_copies(job, hardware, kind),
-        dense_flops=dense,
-        expert_flops=experts,
-    )
-
-
 @dataclass(frozen=True)
 class MemoryModel:
     """Predicts the memory of every rank of `job` with `schedule` on `hardware`.
@@ -106,22 +80,25 @@ class MemoryModel:
     shard_rows: tuple[int, ...] | None = None
 
     @cached_property
-    def _layer_memory(self) -> dict[str, LayerMemory]:
-        split = self.schedule.split_backward
-        return {kind: _on_hardware(self.job, self.hardware, split, kind) for kind in model_layers(self.job)}
-
-    @cached_property
-    def _stages(self) -> tuple[Counts, ...]:
-        return stage_layers(self.job, self.layers)
-
-    def _sum(self, stages: Sequence[int], what: str) -> float:
-        """The sum of a field of `LayerMemory` over the layers of virtual stages."""
-        each = self._layer_memory
-        return sum(count * getattr(each[kind], what) for stage in stages for kind, count in self._stages[stage].items())
+    def stages(self) -> list[LayerMemory]:
+        """The memory of every virtual stage, without logits."""
+        job, split, paper = self.job, self.schedule.split_backward, self.job.layers is LayerKind.PAPER
+        found = [stage_memory(job, self.hardware, split, kinds) for kinds in stage_kinds(job, self.layers)]
+        if self.schedule.vocab is not VocabMethod.NONE:
+            # In addition to what its layers keep, stage 0 keeps a dropout mask and, in the paper's code, embedding
+            # rows. In this project, the embedding rows are counted as the first layer's input.
+            more = (EMBEDDED if paper else job.model.dropout) * job.units
+            found[0] = replace(found[0], kept=found[0].kept + more, waiting=found[0].waiting + more)
+        elif not paper:
+            # The last norm keeps its input. The output layer keeps the norm's result until its weight gradient is
+            # computed.
+            more = job.element_bytes * job.units
+            found[-1] = replace(found[-1], kept=found[-1].kept + 2 * more, waiting=found[-1].waiting + more)
+        return found
 
     def _on(self, rank: int, what: str) -> float:
-        """The same sum over all layers of a rank."""
-        return self._sum(self.schedule.placement.stage_of[rank], what)
+        """The sum of a field of `LayerMemory` over all layers of a rank."""
+        return sum(getattr(self.stages[stage], what) for stage in self.schedule.placement.stage_of[rank])
 
     def _rows(self, rank: int) -> int:
         return self.job.shard_rows if self.shard_rows is None else self.shard_rows[rank]
@@ -197,59 +174,45 @@ class MemoryModel:
     def _peak_of_passes(self, rank: int) -> tuple[float, float]:
         """Bytes of activations and of the vocabulary layers in the pass in which their sum is largest."""
         job, placement, split = self.job, self.schedule.placement, self.schedule.split_backward
-        whole, paper, in_pass = (
-            self.schedule.vocab is VocabMethod.NONE,
-            job.layers is LayerKind.PAPER,
-            self.in_pass(rank),
-        )
+        whole, paper = self.schedule.vocab is VocabMethod.NONE, job.layers is LayerKind.PAPER
         logits, scored = (tokens * job.whole_rows for tokens in (job.tokens, job.output_tokens))
         dense = job.element_bytes * job.whole_rows * job.model.hidden
         # An unsplit output layer keeps its logits from F to B (`scored`: also those of multi-token prediction), and
         # needs two more bytes per logit of one prediction while it runs.
         kept_score = 2 if job.cross_entropy == "te" else 4
-        kept = self.kept(rank)
-        waiting = kept
-        if not paper:
-            waiting = self.held(rank, "waiting")
-            if whole and placement.last_rank == rank:
-                # The output layer keeps the last norm's result until its weight gradient is computed.
-                waiting[placement.stages - 1] += job.element_bytes * job.units
-        kinds = {kind for stage in placement.stage_of[rank] for kind in self._stages[stage]}
-        held = max((self._layer_memory[kind].once for kind in kinds), default=0.0)
+        stages, order = placement.stage_of[rank], self.schedule.ranks[rank]
+        held = max(self.stages[stage].once for stage in stages)
         scores = 0.0
         peak = (0.0, 0.0)
-        order, stages, last = self.schedule.ranks[rank], placement.stage_of[rank], placement.stages - 1
-        moved = self.offloaded(rank) if self.schedule.offloaded else {}
         own: dict[tuple[int, int], float] = {}  # Bytes that are held now, by microbatch and chunk.
-        activations = changes(order, Held.ACTIVATIONS)
         for (kind, microbatch, chunk), (taken, given), shared in zip(
-            order, activations, self.shared(rank), strict=True
+            order, changes(order, Held.ACTIVATIONS), self.shared(rank), strict=True
         ):
             stage, account = stages[chunk], (microbatch, chunk)
-            has_output = whole and stage == last
+            here, has_output = self.stages[stage], whole and stage == placement.stages - 1
             left = split and kind is not PassKind.BW  # A later W computes the weight gradient.
             if taken:
-                held += kept[stage] - own.get(account, 0.0)
-                own[account] = kept[stage]
+                held += here.kept - own.get(account, 0.0)
+                own[account] = here.kept
             after = held
             if given and kind is PassKind.O:
-                after -= moved[stage]
-                own[account] -= moved[stage]
+                after -= self.offloaded(stage)
+                own[account] -= self.offloaded(stage)
             elif given:
                 after -= own.pop(account)
             elif left and kind is PassKind.B:
                 # Layer by layer, the tensors that wait for W replace the tensors that were kept for B.
-                after -= own[account] - waiting[stage]
-                own[account] = waiting[stage]
+                after -= own[account] - here.waiting
+                own[account] = here.waiting
             layers, vocabulary = held, scores + shared  # Bytes during the pass.
             moments = []  # The same at its other moments.
             if kind is PassKind.F:
-                layers += in_pass[stage].forward
+                layers += here.forward
                 if has_output:
                     scores += kept_score * scored
                     moments.append((held, scores + shared + 2 * logits))
             elif kind is PassKind.B or kind is PassKind.BW:
-                layers += in_pass[stage].backward + (max(0.0, waiting[stage] - kept[stage]) if left else 0.0)
+                layers += here.backward + left * max(0.0, here.waiting - here.kept)
                 if has_output:
                     vocabulary += 2 * logits
                     if not paper:
@@ -261,7 +224,7 @@ class MemoryModel:
                 if whole and stage == 0:
                     # The first stage's backward computes the embedding's dense gradient last. In the paper's code, only
                     # one of the stage's layers still keeps tensors for W at that point.
-                    fewer = waiting[stage] - SPLIT_BACKWARD * job.units if left and paper else 0.0
+                    fewer = here.waiting - SPLIT_BACKWARD * job.units if left and paper else 0.0
                     moments.append((after - fewer, scores + dense))
             elif kind is PassKind.W and has_output:
                 vocabulary += dense
@@ -285,23 +248,13 @@ class MemoryModel:
         buffers, score = SHARED_BUFFERS * self.job.units * predictions, self.job.output_tokens * rows
         return [buffers + each * score for each in scores]
 
-    def kept(self, rank: int) -> dict[int, float]:
-        """Bytes that a microbatch keeps from F to B on each virtual stage of `rank`, not counting logits."""
-        placement = self.schedule.placement
-        kept = self.held(rank, "kept")
-        whole = self.schedule.vocab is VocabMethod.NONE
-        if whole and placement.last_rank == rank and self.job.layers is not LayerKind.PAPER:
-            # The last norm keeps its input, and the output layer keeps the norm's result.
-            kept[placement.stages - 1] += 2 * self.job.element_bytes * self.job.units
-        return kept
+    def offloaded(self, stage: int) -> float:
+        """Bytes of activations that leave the device when a virtual stage is offloaded.
 
-    def offloaded(self, rank: int) -> dict[int, float]:
-        """Bytes of activations that leave the device when a stage is offloaded.
-
-        Small tensors stay on the device (see `small_activations`). Logits of an unsplit output layer also stay, because
-        the backward of the last stage follows at once.
+        Small tensors stay on the device. Logits of an unsplit output layer also stay, because the backward of the last
+        stage follows at once.
         """
-        return {stage: max(0.0, kept - self._sum([stage], "small")) for stage, kept in self.kept(rank).items()}
+        return max(0.0, self.stages[stage].kept - self.stages[stage].small)
 
     def host(self, rank: int) -> float:
         """Host memory of a rank's offloaded activations in bytes.
@@ -309,29 +262,11 @@ class MemoryModel:
         Each chunk has its own buffers, enough for the largest number of microbatches whose activations are on the host
         at once.
         """
-        order, moved = self.schedule.ranks[rank], self.offloaded(rank)
+        order, stages = self.schedule.ranks[rank], self.schedule.placement.stage_of[rank]
         spans: dict[int, list[tuple[int, int]]] = {}
         for first, last in lives(order, Held.HOST_ACTIVATIONS):
             spans.setdefault(order[first].chunk, []).append((first, last))
-        stages = self.schedule.placement.stage_of[rank]
-        return sum(_most_at_once(each) * moved[stages[chunk]] for chunk, each in spans.items())
-
-    def in_pass(self, rank: int) -> dict[int, PassMemory]:
-        """Temporary bytes in the passes of every virtual stage of `rank`, in addition to what layers keep."""
-        ends, pattern = [0, *accumulate(self.layers)], self.job.model.pattern
-        return {
-            stage: pass_memory(self.job, self.schedule.split_backward, pattern[ends[stage] : ends[stage + 1]])
-            for stage in self.schedule.placement.stage_of[rank]
-        }
-
-    def held(self, rank: int, what: str) -> dict[int, float]:
-        """Bytes that a microbatch needs on each virtual stage of `rank`. `what` is a field of `LayerMemory`."""
-        job, held = self.job, {stage: self._sum([stage], what) for stage in self.schedule.placement.stage_of[rank]}
-        if 0 in held and self.schedule.vocab is not VocabMethod.NONE:
-            # In addition to what its layers keep, stage 0 keeps a dropout mask and, in the paper's code, embedding
-            # rows. In this project, the embedding rows are counted as the first layer's input.
-            held[0] += (EMBEDDED if job.layers is LayerKind.PAPER else job.model.dropout) * self.job.units
-        return held
+        return sum(_most_at_once(each) * self.offloaded(stages[chunk]) for chunk, each in spans.items())
 
 
 def _most_at_once(spans: Sequence[tuple[int, int]]) -> int:
