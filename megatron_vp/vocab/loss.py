@@ -24,6 +24,15 @@ zero. The target's entry is e alone, computed from z in fp32. E is stored in the
 mostly rounding error if the model is confident. A softcap k turns a logit y into k tanh(y / k). Then a and z are capped
 logits, the entries of E are multiplied by the slope 1 - tanh(y / k)^2, and e is multiplied by the slope at the target,
 1 - (z / k)^2.
+
+**Log-probabilities and entropies.** The log-probability of a token is its negative cross entropy. A temperature divides
+all logits first. The entropy needs a fourth statistic, w = sum_j e_j u_j with u = logit - a and e = exp(u):
+
+    H = log L - W / L      W = sum over shards of exp(a - A) (w + (a - A) l)
+
+Both terms of H have the same sign, so nothing cancels. If g is the gradient with respect to the cross entropy, and h
+the gradient with respect to H, the derivative with respect to a logit is p_j (g + h (M - y_j)) - g onehot_j. Here p is
+the softmax, M = A + W / L is the mean logit, and the logit y_j = a + log E_j is recovered from E.
 """
 
 from __future__ import annotations
@@ -39,10 +48,21 @@ class TokenLoss:
 
     label_smoothing: alpha in [0, 1).
     z_loss: zeta >= 0, the weight of the squared log-sum-exp.
+    temperature: divides all logits; 1 with label smoothing.
+    entropy: whether the entropy of the softmax is computed, too; False with label smoothing.
+    entropy_gradient: whether the training loss may depend on the entropy; only with `entropy` and vocab-1.
     """
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    temperature: float = 1.0
+    entropy: bool = False
+    entropy_gradient: bool = False
+
+    @property
+    def statistics(self) -> int:
+        """Number of statistics per token and shard."""
+        return 3 + self.entropy
 
     def logit_weight(self, vocab_size: int) -> float:
         """u, the weight of every logit in the loss; `vocab_size` is V, the padded vocabulary size."""
@@ -63,13 +83,16 @@ class TokenLoss:
 
 CROSS_ENTROPY = TokenLoss()
 
-MAX, SUM, LINEAR = 0, 1, 2
-"""Rows of a packed statistics tensor."""
+MAX, SUM, LINEAR, TILT = 0, 1, 2, 3
+"""Rows of a packed statistics tensor; the last exists only if the entropy is computed."""
+
+LOWEST = -800.0
+"""Exponent whose exponential is zero in fp32 and fp64. It replaces -inf, whose product with zero would be NaN."""
 
 
 @dataclass(frozen=True)
 class GlobalStatistics:
-    """Softmax statistics over the vocabulary: three vectors [n] in `statistics_dtype`, filled by `fold_`."""
+    """Softmax statistics over the vocabulary: vectors [n] in `statistics_dtype`, filled by `fold_`."""
 
     max_n: torch.Tensor
     """A, the largest logit."""
@@ -79,6 +102,19 @@ class GlobalStatistics:
     """The part of the loss that is linear in the logits: the target's logit (zero if no shard owns the target) or, with
     label smoothing, a weighted sum of all logits.
     """
+    tilt_n: torch.Tensor | None = None
+    """W, the sum of exp(logit - A) (logit - A); None unless the entropy is computed."""
+
+    @property
+    def mean_n(self) -> torch.Tensor:
+        """W / L, the mean of logit - A under the softmax."""
+        assert self.tilt_n is not None
+        return self.tilt_n / self.sum_n
+
+    @property
+    def entropy_n(self) -> torch.Tensor:
+        """Entropy of every token's softmax, [n]."""
+        return self.sum_n.log() - self.mean_n
 
     @property
     def log_sum_exp_n(self) -> torch.Tensor:
@@ -118,7 +154,7 @@ class Derivative:
     target_logit_n: z, zero if the target belongs to another shard.
     total: A and L of the whole vocabulary.
     vocab_size: padded size of the whole vocabulary.
-    softcap: k; 0 without a softcap.
+    softcap: k, divided by the temperature as the logits are; 0 without a softcap.
     """
 
     largest_n: torch.Tensor

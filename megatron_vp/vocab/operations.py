@@ -1,4 +1,4 @@
-"""Seven operations that S, T, IB, TOKENS and C1 use, in plain PyTorch; `kernels` has GPU versions of most, and
+"""Eight operations that S, T, IB, TOKENS and C1 use, in plain PyTorch; `kernels` has GPU versions of most, and
 `operations_for` chooses the version.
 
 The plain versions are used on CPUs and for fp64, and define the results of the kernels. Tests compare both versions
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatron_vp.vocab.loss import LINEAR, MAX, SUM, Derivative, smallest_scale, statistics_dtype
+from megatron_vp.vocab.loss import LINEAR, LOWEST, MAX, SUM, TILT, Derivative, smallest_scale, statistics_dtype
 
 ADDS_INTO_FP32 = torch.__version__ >= "2.10"
 """Whether `addmm` can add a product of 16-bit factors to an fp32 matrix. In PyTorch 2.8 and 2.9, it has an argument
@@ -39,6 +39,10 @@ class EagerOperations:
         target_weight: float,
         logit_weight: float = 0.0,
         softcap: float = 0.0,
+        temperature: float = 1.0,
+        *,
+        entropy: bool = False,
+        slope: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Turn logits into E = exp(logit - row maximum), and set the target's entry to zero.
 
@@ -52,36 +56,46 @@ class EagerOperations:
             target_weight: t, the weight of the target's logit in the loss.
             logit_weight: u, the weight of every logit in the loss; 0 with a softcap.
             softcap: k; 0 leaves logits as they are.
+            temperature: divides the logits after a softcap; 1 unless t = 1 and u = 0.
+            entropy: whether to add the statistic w of the entropy; only if t = 1 and u = 0.
+            slope: whether a softcap's slope multiplies E.
 
         Returns:
-            Three tensors: the packed statistics [3, n], the target's column (int64 [n]), and the target's capped logit
-            z [n]. If the target belongs to another shard, the column is -1 and z is 0. The statistics of a token are
-            the maximum a of its logits, the sum l of exp(logit - a) over all columns (without the softcap's slope), and
-            t z + u * (sum of its logits). Floats are in fp32, or in fp64 if the logits are.
+            Three tensors: the packed statistics [3, n], or [4, n] with `entropy`, the target's column (int64 [n]), and
+            the target's logit z [n], capped and divided by the temperature, as are all logits of the statistics. If the
+            target belongs to another shard, the column is -1 and z is 0. The statistics of a token are the maximum a of
+            its logits, the sum l of exp(logit - a) over all columns (without the softcap's slope), t z + u * (sum of
+            its logits), and w. Floats are in fp32, or in fp64 if the logits are.
         """
         tokens, columns = logits_nv.shape
         local_n = labels_n - first
         target_n = torch.where((local_n >= 0) & (local_n < columns), local_n, -1)
-        statistics_3n = logits_nv.new_empty((3, tokens), dtype=statistics_dtype(logits_nv.dtype))
+        statistics_3n = logits_nv.new_empty((3 + entropy, tokens), dtype=statistics_dtype(logits_nv.dtype))
         target_logit_n = torch.empty_like(statistics_3n[LINEAR])
         for start in range(0, tokens, ROWS_PER_BLOCK):
             span = slice(start, start + ROWS_PER_BLOCK)
             logits, column, owned = logits_nv[span], target_n[span].clamp(0)[:, None], target_n[span] >= 0
-            wide, slope = logits.to(statistics_3n.dtype), None
+            wide, factor = logits.to(statistics_3n.dtype), None
             if softcap:
                 wide.div_(softcap).tanh_()
-                slope = 1 - wide.square()
+                factor = 1 - wide.square() if slope else None
                 wide.mul_(softcap)
             largest = wide.amax(-1)
-            statistics_3n[MAX, span] = largest
-            target_logit_n[span] = torch.where(owned, wide.gather(-1, column).squeeze(-1), 0)
+            statistics_3n[MAX, span] = largest / temperature
+            target_logit_n[span] = torch.where(owned, wide.gather(-1, column).squeeze(-1), 0) / temperature
             statistics_3n[LINEAR, span] = target_weight * target_logit_n[span]
             if logit_weight:
                 statistics_3n[LINEAR, span] += logit_weight * wide.sum(-1)
-            wide.sub_(largest[:, None]).exp_()
+            wide.sub_(largest[:, None])
+            if temperature != 1:
+                wide.div_(temperature)
+            below = wide.clamp(min=LOWEST) if entropy else None
+            wide.exp_()
             statistics_3n[SUM, span] = wide.sum(-1)
-            if slope is not None:
-                wide.mul_(slope)
+            if below is not None:
+                statistics_3n[TILT, span] = below.mul_(wide).sum(-1)
+            if factor is not None:
+                wide.mul_(factor)
             kept = torch.where(owned, 0, wide.gather(-1, column).squeeze(-1))
             wide.scatter_(-1, column, kept[:, None])
             if wide is not logits:
@@ -89,17 +103,21 @@ class EagerOperations:
         return statistics_3n, target_n, target_logit_n
 
     def fold_(self, total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
-        """Fold the packed statistics [shards, 3, n] of several shards, in shard order, into the joint `total_3n`.
+        """Fold the packed statistics [shards, 3 or 4, n] of several shards, in shard order, into the joint `total_3n`.
 
-        An empty shard (a = -inf, l = 0, t z = 0) changes nothing; several empty shards fold into an empty shard.
+        An empty shard (a = -inf, others 0) changes nothing; several empty shards fold into an empty shard.
         """
-        max_rn, sum_rn, linear_rn = gathered_r3n.unbind(1)
-        max_n, sum_n, linear_n = total_3n.unbind()
+        max_rn, sum_rn, linear_rn = gathered_r3n[:, :TILT].unbind(1)
+        max_n, sum_n, linear_n = total_3n[:TILT].unbind()
         torch.amax(max_rn, 0, out=max_n)
         # If all shards are empty, `max_n` is -inf, and the difference of two infinities would be NaN.
         finite_n = max_n.clamp(min=torch.finfo(max_n.dtype).min)
         torch.sum(sum_rn * torch.exp(max_rn - finite_n), 0, out=sum_n)
         torch.sum(linear_rn, 0, out=linear_n)
+        if len(total_3n) > TILT:
+            below_rn = (max_rn - finite_n).clamp(min=LOWEST)
+            moved_rn = gathered_r3n[:, TILT] + below_rn * sum_rn
+            torch.sum(moved_rn * below_rn.exp(), 0, out=total_3n[TILT])
 
     def rescale_(self, product_nh: torch.Tensor, weight_vh: torch.Tensor, derivative: Derivative) -> None:
         """Turn E W into (D + u) W: row i becomes c_i (E W)_i + e_i W[target_i], rounded once."""
@@ -126,6 +144,29 @@ class EagerOperations:
         entry = torch.where(owned_n, derivative.entry_n / left_n, exp_nv.gather(-1, column).squeeze(-1))
         exp_nv.scatter_(-1, column, entry[:, None].to(exp_nv.dtype))
         return (x_nh * (left_n * token_loss_grad_n)[:, None]).to(x_nh.dtype)
+
+    def enter_derivative_(self, exp_nv: torch.Tensor, gradients_2n: torch.Tensor, derivative: Derivative) -> None:
+        """Turn E into the derivative of the training loss with respect to the logits, rounded once.
+
+        `gradients_2n` holds g and h, the gradients with respect to each token's cross entropy and entropy. E must not
+        have been multiplied by a softcap's slope.
+        """
+        total, z_n = derivative.total, derivative.target_logit_n
+        g_n, h_n = gradients_2n
+        owned_n, columns = derivative.target_n >= 0, derivative.target_n.clamp(0)
+        entry_n = total.probability(z_n) * (g_n + h_n * (total.mean_n + (total.max_n - z_n))) - g_n
+        if derivative.softcap:
+            entry_n = entry_n * (1 - (z_n / derivative.softcap).square())
+        scale_n, mean_n = total.probability(derivative.largest_n), total.mean_n + (total.max_n - derivative.largest_n)
+        for start in range(0, len(exp_nv), ROWS_PER_BLOCK):
+            span = slice(start, start + ROWS_PER_BLOCK)
+            wide, column = exp_nv[span].to(scale_n.dtype), columns[span, None]
+            below = wide.log().clamp_(min=LOWEST)
+            wide = wide * (g_n[span, None] + h_n[span, None] * (mean_n[span, None] - below)) * scale_n[span, None]
+            if derivative.softcap:
+                wide.mul_(1 - (below.add_(derivative.largest_n[span, None]) / derivative.softcap).square())
+            kept = torch.where(owned_n[span], entry_n[span], wide.gather(-1, column).squeeze(-1))
+            exp_nv[span] = wide.scatter_(-1, column, kept[:, None]).to(exp_nv.dtype)
 
     def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:
         """Compute matrix += left^T right."""
@@ -182,11 +223,11 @@ class ShapeOperations(EagerOperations):
     """Operations for fake tensors; they allocate the same tensors as the Triton kernels but compute nothing."""
 
     def exponentiate_(
-        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, *others: float, **named: float
+        self, logits_nv: torch.Tensor, labels_n: torch.Tensor, *others: float, entropy: bool = False, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """See `EagerOperations`."""
-        dtype = statistics_dtype(logits_nv.dtype)
-        statistics_3n, target_logit_n = (logits_nv.new_empty(*rows, len(logits_nv), dtype=dtype) for rows in ((3,), ()))
+        dtype, rows = statistics_dtype(logits_nv.dtype), ((3 + entropy,), ())
+        statistics_3n, target_logit_n = (logits_nv.new_empty(*each, len(logits_nv), dtype=dtype) for each in rows)
         return statistics_3n, torch.empty_like(labels_n), target_logit_n
 
     def enter_targets_(self, exp_nv: torch.Tensor, x_nh: torch.Tensor, *others: object) -> torch.Tensor:
@@ -196,7 +237,7 @@ class ShapeOperations(EagerOperations):
     def _nothing(self, *others: Any, **named: Any) -> None:
         """See `EagerOperations`."""
 
-    fold_ = rescale_ = add_product_ = add_rows_ = sort_by_owner_ = _nothing
+    fold_ = rescale_ = enter_derivative_ = add_product_ = add_rows_ = sort_by_owner_ = _nothing
 
 
 def operations_for(tensor: torch.Tensor) -> EagerOperations:
@@ -222,6 +263,7 @@ def fused_operations() -> EagerOperations:
         fold_ = staticmethod(softmax.fold_)
         rescale_ = staticmethod(gradient_rows.rescale_)
         enter_targets_ = staticmethod(gradient_rows.enter_targets_)
+        enter_derivative_ = staticmethod(gradient_rows.enter_derivative_)
         add_rows_ = staticmethod(rows.add_rows_)
 
         def add_product_(self, matrix_vh: torch.Tensor, left_nv: torch.Tensor, right_nh: torch.Tensor) -> None:

@@ -17,6 +17,8 @@ D is never formed. Instead, T overwrites the targets' entries of E with those of
 
 With a frozen weight (`requires_grad` is False), only dX is computed, and X and E are freed early (see `PendingOutput`).
 
+If the training loss depends on entropies (vocab-1 only), D contains their gradients and g, and T writes it into E.
+
 Logits are in the model's dtype, as the GEMM returns them. Statistics, exponentials and the targets' entries of D are
 computed in fp32. Between S and T, E is kept in the model's dtype.
 """
@@ -54,7 +56,7 @@ class PendingOutput:
         """The factors that turn E into D, once the statistics of the whole vocabulary are known."""
         largest_n = self.statistics_3n[MAX]
         vectors = largest_n, self.target_n, self.target_logit_n
-        return Derivative(*vectors, total, self.loss, self.vocab_size, self.softcap)
+        return Derivative(*vectors, total, self.loss, self.vocab_size, self.softcap / self.loss.temperature)
 
 
 class OutputLayer(nn.Module):
@@ -91,10 +93,17 @@ class OutputLayer(nn.Module):
         if self.weight.shape[0]:
             weights = loss.target_weight(vocab_size), loss.logit_weight(vocab_size)
             statistics_3n, target_n, target_logit_n = operations_for(exp_nv).exponentiate_(
-                exp_nv, labels_n, self.shards.start(self.index), *weights, self.softcap
+                exp_nv,
+                labels_n,
+                self.shards.start(self.index),
+                *weights,
+                self.softcap,
+                loss.temperature,
+                entropy=loss.entropy,
+                slope=not loss.entropy_gradient,
             )
         else:
-            statistics_3n, target_n, target_logit_n = _of_no_rows(exp_nv, labels_n)
+            statistics_3n, target_n, target_logit_n = _of_no_rows(exp_nv, labels_n, loss.statistics)
         kept_nh = x_nh if self.weight.requires_grad else x_nh.new_empty(0, x_nh.shape[1])
         return PendingOutput(kept_nh, exp_nv, statistics_3n, target_n, target_logit_n, loss, vocab_size, self.softcap)
 
@@ -126,10 +135,19 @@ class OutputLayer(nn.Module):
         Args:
             pending: the state that S left; T overwrites it.
             token_loss_grad_n: g, the derivative of the training loss with respect to each token's loss, fp32 [n]; g
-                includes the loss mask, the averaging and the loss scale.
-            input_gradient: whether to return this shard's part of dX / g, [n, h], which only vocab-1 needs from T.
+                includes the loss mask, the averaging, the loss scale and the division by the temperature. If the loss
+                has an entropy gradient, g is followed by the derivatives with respect to the entropies, [2, n].
+            input_gradient: whether to return this shard's part of dX / g, [n, h], which only vocab-1 needs from T. With
+                an entropy gradient, the part is of dX itself.
         """
         part_nh = None
+        if pending.loss.entropy_gradient:
+            exp_nv, operations = pending.exp_nv, operations_for(pending.exp_nv)
+            if self.weight.shape[0]:
+                operations.enter_derivative_(exp_nv, token_loss_grad_n, pending.derivative(total))
+                if self.weight.requires_grad:
+                    operations.add_product_(main_grad(self.weight), exp_nv, pending.x_nh)
+            return exp_nv @ self.weight
         if input_gradient:
             part_nh = self.rescaled_input_gradient(self.unscaled_input_gradient(pending), pending, total)
         if self.weight.shape[0] and self.weight.requires_grad:
@@ -142,8 +160,10 @@ class OutputLayer(nn.Module):
         return part_nh
 
 
-def _of_no_rows(logits_nv: torch.Tensor, labels_n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _of_no_rows(
+    logits_nv: torch.Tensor, labels_n: torch.Tensor, statistics: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The result of `exponentiate_` for an empty shard."""
-    statistics_3n = logits_nv.new_zeros((3, len(labels_n)), dtype=statistics_dtype(logits_nv.dtype))
+    statistics_3n = logits_nv.new_zeros((statistics, len(labels_n)), dtype=statistics_dtype(logits_nv.dtype))
     statistics_3n[MAX].fill_(-torch.inf)
     return statistics_3n, torch.full_like(labels_n, -1), torch.zeros_like(statistics_3n[LINEAR])

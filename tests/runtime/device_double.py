@@ -401,7 +401,7 @@ class Kernels:
     def __init__(self, device: Device) -> None:
         self._launch: Callable[..., None] = device.kernel
 
-    def exponentiate_(self, logits_nv, labels_n, *others) -> tuple[torch.Tensor, ...]:
+    def exponentiate_(self, logits_nv, labels_n, *others, **named) -> tuple[torch.Tensor, ...]:
         statistics_3n = logits_nv.new_empty((3, len(labels_n)), dtype=torch.float32)
         result = statistics_3n, torch.empty_like(labels_n), torch.empty_like(statistics_3n[0])
         self._launch("exponentiate_", [logits_nv, labels_n], [logits_nv, *result])

@@ -30,13 +30,15 @@ from tests.vocab.machine_code import MachineCode
 
 @dataclass(frozen=True)
 class Shape:
-    """What is compiled: the width of E and of X, dtypes, and whether labels are smoothed."""
+    """What is compiled: the width of E and of X, dtypes, whether labels are smoothed, what is requested per token."""
 
     dtype: torch.dtype = torch.bfloat16
     columns: int = 8192
     hidden: int = 4096
     smoothed: bool = False
     softmax_alone: bool = False
+    temperature: float = 1.0
+    entropy: bool = False
 
 
 def first_widths() -> list[int]:
@@ -55,6 +57,9 @@ def shapes() -> Iterator[Shape]:
     """All kernels, and the softmax at every width at which it is another kernel."""
     yield from (Shape(), Shape(smoothed=True, softmax_alone=True), Shape(torch.float16))
     yield from (Shape(columns=columns, softmax_alone=True) for columns in (*first_widths(), 65536))
+    yield Shape(temperature=0.7, entropy=True)
+    for columns in (8192, 16384, 65536):
+        yield from (Shape(columns=columns, softmax_alone=True, temperature=0.7, entropy=each) for each in (False, True))
     for dtype in (torch.float16, torch.float32):
         yield from (Shape(dtype, columns, softmax_alone=True) for columns in (8192, 16384, 32768, 65536))
 
@@ -92,13 +97,17 @@ def launch_all(shape: Shape, tokens: int = 4096, shards: int = 8) -> None:
     loss = TokenLoss(label_smoothing=0.1 if shape.smoothed else 0.0)
     exp = empty(tokens, columns, dtype=dtype)
     weights = loss.target_weight(2 * columns), loss.logit_weight(2 * columns)
-    statistics, target, target_logit = softmax.exponentiate_(exp, token, 64, *weights)
+    statistics, target, target_logit = softmax.exponentiate_(
+        exp, token, 64, *weights, 0.0, shape.temperature, entropy=shape.entropy
+    )
     if shape.softmax_alone:
         return
     states, main_grad = empty(tokens, hidden, dtype=dtype), empty(columns, hidden)
-    total = GlobalStatistics(factor, factor, factor)
+    total = GlobalStatistics(factor, factor, factor, factor if shape.entropy else None)
     terms = Derivative(statistics[0], target, target_logit, total, loss, 2 * columns)
-    softmax.fold_(statistics, empty(shards, 3, tokens))
+    softmax.fold_(statistics, empty(shards, len(statistics), tokens))
+    if shape.entropy:
+        gradient_rows.enter_derivative_(exp, empty(2, tokens), terms)
     gradient_rows.rescale_(states, weight, terms)
     gradient_rows.enter_targets_(exp, states, factor, terms)
     rows.add_rows_(main_grad, token, states)
@@ -109,6 +118,7 @@ def measured(shape: Shape, name: str, kernel: CompiledKernel) -> dict[str, objec
     code = MachineCode(kernel)
     found = {"kernel": name, "dtype": str(shape.dtype).removeprefix("torch."), "width": shape.columns}
     found |= {"registers": code.resources[0], "spilt": code.resources[1], "smoothed": shape.smoothed}
+    found["requested"] = shape.entropy or shape.temperature != 1
     found |= {"load_bits": code.widest("LDG"), "store_bits": code.widest("STG")}
     if name == "_exponentiate":
         found["per_element"] = round(code.instructions_per_element(shape.columns, 8 * shape.dtype.itemsize), 1)

@@ -13,7 +13,7 @@ from megatron_vp.vocab import operations, output  # noqa: E402
 from megatron_vp.vocab.kernels import gradient_rows, rows, softmax  # noqa: E402
 from megatron_vp.vocab.loss import CROSS_ENTROPY, Derivative, GlobalStatistics, TokenLoss, smallest_scale  # noqa: E402
 from megatron_vp.vocab.operations import EagerOperations, fused_operations  # noqa: E402
-from tests.vocab.test_output import _distance, _problem, _reference, _sharded  # noqa: E402
+from tests.vocab.test_output import DEPENDS, _distance, _reference, _requests, _sharded  # noqa: E402
 
 # Half a unit in the last place; the interpreter cuts numbers off where a GPU rounds them, which may cost a whole one.
 ROUNDING = {
@@ -61,16 +61,36 @@ def test_exponentiate_capped_logits_as_the_eager_one(columns, dtype, scale, soft
     torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[dtype] + 1e-5, atol=1e-6)
 
 
-def test_fold():
+@pytest.mark.parametrize("columns", [7, 1500, 2048 + 8, 6208, 32768 + 64])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(
+    ("temperature", "softcap", "entropy"), [(0.3, 0.0, False), (2.0, 0.0, True), (0.7, 30.0, True)]
+)
+def test_exponentiate_as_requested_as_the_eager_one(columns, dtype, temperature, softcap, entropy):
+    logits = _random(3, columns, dtype=dtype, scale=4)
+    logits[1, 1:5] = -torch.inf
+    labels = torch.tensor([10, 10 + columns - 1, 9], device=DEVICE)
+    found, expected = logits.clone(), logits.double()
+    given = (labels, 10, 1.0, 0.0, softcap, temperature)
+    eager = EagerOperations().exponentiate_(expected, *given, entropy=entropy, slope=False)
+    fused = softmax.exponentiate_(found, *given, entropy=entropy, slope=False)
+    assert torch.equal(fused[1], eager[1])
+    torch.testing.assert_close(fused[0].double(), eager[0], rtol=5e-6, atol=2e-5)
+    torch.testing.assert_close(fused[2].double(), eager[2], rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[dtype] + 2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("statistics", [3, 4])
+def test_fold(statistics):
     tokens = softmax.TOKENS_A_PROGRAM + 3
-    gathered = torch.stack([_random(tokens, scale=5), _random(1, tokens)[0].abs(), _random(tokens, 1)[:, 0]]).repeat(
-        5, 1, 1
-    )
+    more = _random(1, tokens)[0].abs(), _random(tokens, 1)[:, 0], -_random(2, tokens)[0].abs()
+    gathered = torch.stack([_random(tokens, scale=5), *more])[:statistics].repeat(5, 1, 1)
     gathered[:, 0] += torch.arange(5, device=DEVICE)[:, None] * 30.0  # some sums vanish beside others
-    empty = torch.tensor([-torch.inf, 0, 0], device=DEVICE)
+    empty = torch.tensor([-torch.inf, 0, 0, 0], device=DEVICE)[:statistics]
     gathered[3] = empty[:, None]
     gathered[:, :, 7] = empty
-    found, expected = torch.empty(3, tokens, device=DEVICE), torch.empty(3, tokens, dtype=torch.float64, device=DEVICE)
+    found = torch.empty(statistics, tokens, device=DEVICE)
+    expected = found.double()
     softmax.fold_(found, gathered)
     EagerOperations().fold_(expected, gathered.double())
     assert torch.equal(found[:, 7], empty)
@@ -214,14 +234,14 @@ def test_add_rows_whose_equal_rows_lie_in_several_segments(monkeypatch, runs, le
     torch.testing.assert_close(matrix.double(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("algorithm", ["vocab-1", "vocab-2"])
+@pytest.mark.parametrize(
+    ("algorithm", "loss"), [("vocab-1", CROSS_ENTROPY), ("vocab-2", CROSS_ENTROPY), ("vocab-1", DEPENDS)]
+)
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm, softcap):
+def test_a_vocabulary_on_kernels_alone(monkeypatch, algorithm, loss, softcap):
     """S and T of all shards: uneven, one empty."""
     monkeypatch.setattr(output, "operations_for", lambda tensor: fused_operations())
-    x, weight, labels, row_gradient = (tensor.to(DEVICE) for tensor in _problem(9, torch.float32))
-    problem = x, weight, labels, row_gradient
-    losses, input_gradient, weight_gradient = _sharded(*problem, 4, algorithm, softcap=softcap)
-    expected = _reference(*problem, softcap=softcap)
-    for found, reference in zip((losses, input_gradient, weight_gradient), expected, strict=True):
-        assert _distance(found, reference) < 1e-6
+    problem = [tensor.to(DEVICE) for tensor in _requests(loss, 9, torch.float32)]
+    expected = _reference(*problem, loss, softcap)
+    for found, reference in zip(_sharded(*problem, 4, algorithm, loss, softcap), expected, strict=False):
+        assert _distance(found, reference) < (2e-6 if loss.entropy else 1e-6)

@@ -1,6 +1,7 @@
 """Triton kernels that apply the factors c and the entries e (`megatron_vp.vocab.loss`) to E and X, or to E W.
 
-One kernel is launched for the weight gradient, in T, and one for the input gradient, in T (vocab-1) or C1 (vocab-2).
+One kernel is launched for the weight gradient, in T, and one for the input gradient, in T (vocab-1) or C1 (vocab-2). If
+the loss depends on entropies, one kernel replaces both.
 """
 
 from __future__ import annotations
@@ -157,6 +158,40 @@ def enter_targets_(
         **options,
     )  # fmt: skip
     return result
+
+
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=[*_VECTORS, "total_tilt"])
+def _enter_derivative(
+    exp, stride, columns, gradients, tokens,
+    largest, target, target_logit, total_largest, total_sum, total_tilt, inverse_cap, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, inside = exp + token.to(tl.int64) * stride, lane < columns
+    g, h = tl.load(gradients + token), tl.load(gradients + tokens + token)
+    top, total, own = tl.load(total_largest + token), tl.load(total_sum + token), tl.load(target + token)
+    mean, most = tl.load(total_tilt + token) / total, tl.load(largest + token)
+    value = tl.load(row + lane, mask=inside, other=0.0).to(tl.float32)
+    below = tl.maximum(tl.log(value), -800.0)  # The logarithm of zero is -inf, whose product with zero would be NaN.
+    picked = tl.load(target_logit + token)
+    value *= (g + h * (mean + (top - most) - below)) * (tl.exp(most - top) / total)
+    entry = tl.exp(picked - top) / total * (g + h * (mean + (top - picked))) - g
+    if inverse_cap is not None:
+        logit = (most + below) * inverse_cap
+        value *= 1.0 - logit * logit
+        entry *= 1.0 - (picked * inverse_cap) * (picked * inverse_cap)
+    tl.store(row + lane, tl.where(lane == own, entry, value).to(exp.dtype.element_ty), mask=inside)
+
+
+def enter_derivative_(exp_nv: torch.Tensor, gradients_2n: torch.Tensor, derivative: Derivative) -> None:
+    """Turn E into the derivative of the training loss; see `EagerOperations.enter_derivative_`. Vectors are fp32."""
+    tokens, columns = exp_nv.shape
+    assert exp_nv.stride(1) == 1
+    *vectors, _, _, inverse_cap = _terms(derivative)
+    _enter_derivative[(tokens, triton.cdiv(columns, BLOCK))](
+        exp_nv, exp_nv.stride(0), columns, gradients_2n.contiguous(), tokens, *vectors, derivative.total.tilt_n,
+        inverse_cap, BLOCK=BLOCK, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _terms(derivative: Derivative) -> tuple[Any, ...]:

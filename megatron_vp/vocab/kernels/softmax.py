@@ -41,6 +41,9 @@ TOKENS_A_PROGRAM = 128
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
+LOWEST = tl.constexpr(-1200.0)
+"""Exponent whose power of two is zero in fp32; it replaces -inf, whose product with zero would be NaN."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -148,25 +151,31 @@ def _kept(exp, logit, softcap):
 
 
 @triton.jit
-def _replace(row, lane, start, logit, largest, columns, softcap, PIECES: tl.constexpr, MASKED: tl.constexpr):
-    """Overwrite logits with exp(logit - largest), times a softcap's slope; return the exponential alone, in fp32."""
+def _replace(
+    row, lane, start, logit, largest, columns, softcap, slope, scale, PIECES: tl.constexpr, MASKED: tl.constexpr
+):
+    """Overwrite logits with exp(logit - largest), times a softcap's slope. Return the exponential alone, in fp32, and
+    its product with the exponent to base 2, whose computation is dropped if it is not used.
+    """
     # The exponent is not computed as fma(logit, log2 e, -largest log2 e): with logits near -1000, the product of
     # `largest` and log2 e has a rounding error of 3e-5.
     wide = _capped(_widened(logit, PIECES), softcap)
-    exp = tl.exp2((wide - largest) * LOG2_E)
-    kept = _kept(exp, wide, softcap).to(logit.dtype)
+    below = (wide - largest) * scale
+    exp = tl.exp2(below)
+    kept = _kept(exp, wide, slope).to(logit.dtype)
     if MASKED:
         tl.store((row + lane) + start, kept, mask=lane < columns - start)
     else:
         tl.store((row + lane) + start, kept)
-    return exp
+    return exp, exp * tl.maximum(below, LOWEST)
 
 
 @triton.jit(do_not_specialize=["stride", "first", "tokens", "columns"])
 def _exponentiate(
-    logits, stride, labels, first, target_weight, logit_weight, softcap, statistics, target, tokens, columns,
+    logits, stride, labels, first, target_weight, logit_weight, softcap, slope, temperature, statistics, target, tokens,
+    columns,
     PIECES: tl.constexpr, PIECE: tl.constexpr, HELD: tl.constexpr, FULL: tl.constexpr, UNIT: tl.constexpr,
-    SMOOTHED: tl.constexpr,
+    SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     columns = columns * UNIT
@@ -179,6 +188,7 @@ def _exponentiate(
     # into the shard.
     own = tl.where(local.to(tl.uint64, bitcast=True) < columns.to(tl.uint64), local, -1).to(tl.int32)
     picked = _capped(tl.load(row + own, mask=own >= 0, other=0.0).to(tl.float32), softcap)
+    scale = LOG2_E if temperature is None else LOG2_E / temperature
     if PIECES > 0:
         # 1. Load the row and compute its maximum. Capping keeps the order of logits, so only their maximum needs to be
         # capped here. Pieces that are not held in registers are loaded first. All pieces but the last are full.
@@ -214,11 +224,15 @@ def _exponentiate(
                     # Keep the compiler from loading these pieces while registers still hold the others.
                     tl.debug_barrier()
                 logit = _load(row, lane, i * PIECE, columns, i == PIECES - 1 and not FULL)
-            exp = _replace(row, lane, i * PIECE, logit, largest, columns, softcap, PIECES, i == PIECES - 1 and not FULL)
+            exp, tilted = _replace(
+                row, lane, i * PIECE, logit, largest, columns, softcap, slope, scale, PIECES,
+                i == PIECES - 1 and not FULL,
+            )  # fmt: skip
             if i == 0:
-                total_lane = exp
+                total_lane, tilt_lane = exp, tilted
             else:
                 total_lane += exp
+                tilt_lane += tilted
         total = tl.sum(total_lane, 0)
     else:
         # The row is read twice: every lane first keeps its own maximum, and then its own sum.
@@ -234,22 +248,35 @@ def _exponentiate(
             sum_of_logits = tl.sum(added, 0)
         tl.debug_barrier()
         total_lane = tl.zeros((PIECE,), tl.float32)
+        tilt_lane = tl.zeros((PIECE,), tl.float32)
         for start in range(0, columns, PIECE):
             logit = _load(row, lane, start, columns, not FULL)
-            total_lane += _replace(row, lane, start, logit, largest, columns, softcap, PIECES, not FULL)
+            exp, tilted = _replace(
+                row, lane, start, logit, largest, columns, softcap, slope, scale, PIECES, not FULL
+            )  # fmt: skip
+            total_lane += exp
+            if ENTROPY:
+                tilt_lane += tilted
         total = tl.sum(total_lane, 0)
     # 3. Clear the target's column after all stores, because any thread may have written it.
     tl.debug_barrier()
     tl.store(row + own, 0.0, mask=own >= 0)
     if PIECES > HELD:
         picked = tl.load(statistics + (3 * tokens + token))
+    if temperature is not None:
+        largest /= temperature
+        picked /= temperature
     linear = picked * target_weight
     if SMOOTHED:
         linear += sum_of_logits * logit_weight
+    # With the entropy, the linear statistic is the target's logit itself.
+    fourth = picked
+    if ENTROPY:
+        fourth = tl.sum(tilt_lane, 0) / LOG2_E
     tl.store(target + token, own.to(tl.int64))
     # One store by four threads takes a third of the instructions of four separate stores.
     kind = tl.arange(0, 4)
-    value = tl.where(kind < 2, tl.where(kind == 0, largest, total), tl.where(kind == 2, linear, picked))
+    value = tl.where(kind < 2, tl.where(kind == 0, largest, total), tl.where(kind == 2, linear, fourth))
     tl.store(statistics + (kind * tokens + token), value)
 
 
@@ -260,6 +287,10 @@ def exponentiate_(
     target_weight: float,
     logit_weight: float = 0.0,
     softcap: float = 0.0,
+    temperature: float = 1.0,
+    *,
+    entropy: bool = False,
+    slope: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replace logits by E = exp(logit - row maximum), and the target's column by zero; see `EagerOperations`.
 
@@ -269,6 +300,7 @@ def exponentiate_(
     (tokens, columns), stride = logits_nv.shape, logits_nv.stride(0)
     launch = launch_for(columns, logits_nv.dtype)
     assert logits_nv.stride(1) == 1 and columns
+    assert not (entropy or temperature != 1) or (target_weight, logit_weight) == (1, 0)
     assert not launch.pieces or (launch.pieces - 1) * launch.piece < columns <= launch.pieces * launch.piece
     labels_n = labels_n.contiguous()
     statistics_4n = torch.empty(4, tokens, dtype=torch.float32, device=logits_nv.device)
@@ -276,24 +308,26 @@ def exponentiate_(
     unit = VECTOR if columns % VECTOR == 0 and stride % VECTOR == 0 else 1
     options: dict[str, int] = {}
     held = min(launch.held, launch.pieces)
-    if softcap:
-        pass  # Kernels with tanh have no register limit.
+    if softcap or entropy:
+        pass  # Kernels with tanh or a second sum have no register limit.
     elif columns <= FULLY_OCCUPYING_ROW and unit > 1 and not logit_weight and _fits_32_registers(launch, logits_nv):
         options["maxnreg"] = 32
     _exponentiate[(tokens,)](
         logits_nv, stride // unit, labels_n, first, target_weight, logit_weight, softcap or None,
-        statistics_4n, target_n, tokens, columns // unit,
+        (slope and softcap) or None, temperature if temperature != 1 else None, statistics_4n, target_n, tokens,
+        columns // unit,
         PIECES=launch.pieces,
         PIECE=launch.piece,
         HELD=held,
         FULL=_is_full(launch, columns),
         UNIT=unit,
         SMOOTHED=logit_weight != 0,
+        ENTROPY=entropy,
         num_warps=launch.warps,
         enable_fp_fusion=True,
         **options,
     )  # fmt: skip
-    return statistics_4n[:3], target_n, statistics_4n[3]
+    return statistics_4n[: 3 + entropy], target_n, statistics_4n[2 if entropy else 3]
 
 
 def _is_full(launch: Launch, columns: int) -> bool:
@@ -316,10 +350,10 @@ def _fits_32_registers(launch: Launch, logits_nv: torch.Tensor) -> bool:
 
 
 @triton.jit(do_not_specialize=["shards", "tokens"])
-def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
+def _fold(total, gathered, shards, tokens, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
-    size = 3 * tokens.to(tl.int64)
+    size = ROWS * tokens.to(tl.int64)
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     for shard in range(shards):
         own = tl.load(gathered + shard * size + token, mask=inside, other=-float("inf"))
@@ -328,19 +362,27 @@ def _fold(total, gathered, shards, tokens, BLOCK: tl.constexpr):
     finite = tl.maximum(largest, -3.4e38)
     sum_of_all = tl.zeros((BLOCK,), tl.float32)
     linear_of_all = tl.zeros((BLOCK,), tl.float32)
+    tilt_of_all = tl.zeros((BLOCK,), tl.float32)
     for shard in range(shards):
         row = gathered + shard * size + token
         own = tl.load(row, mask=inside, other=-float("inf"))
         sum_of_all += tl.load(row + tokens, mask=inside, other=0.0) * tl.exp(own - finite)
         linear_of_all += tl.load(row + 2 * tokens, mask=inside, other=0.0)
+        if ROWS > 3:
+            below = tl.maximum(own - finite, LOWEST)
+            moved = tl.load(row + 3 * tokens, mask=inside, other=0.0)
+            moved += below * tl.load(row + tokens, mask=inside, other=0.0)
+            tilt_of_all += moved * tl.exp(below)
     tl.store(total + token, largest, mask=inside)
     tl.store(total + tokens + token, sum_of_all, mask=inside)
     tl.store(total + 2 * tokens + token, linear_of_all, mask=inside)
+    if ROWS > 3:
+        tl.store(total + 3 * tokens + token, tilt_of_all, mask=inside)
 
 
 def fold_(total_3n: torch.Tensor, gathered_r3n: torch.Tensor) -> None:
     """Fold the packed fp32 statistics of several shards into `total_3n`, in shard order; see `EagerOperations`."""
-    shards, _, tokens = gathered_r3n.shape
+    shards, statistics, tokens = gathered_r3n.shape
     assert total_3n.is_contiguous() and gathered_r3n.is_contiguous()
     grid = (triton.cdiv(tokens, TOKENS_A_PROGRAM),)
-    _fold[grid](total_3n, gathered_r3n, shards, tokens, BLOCK=TOKENS_A_PROGRAM, enable_fp_fusion=True)
+    _fold[grid](total_3n, gathered_r3n, shards, tokens, ROWS=statistics, BLOCK=TOKENS_A_PROGRAM, enable_fp_fusion=True)
