@@ -195,7 +195,7 @@ def prepare(folder: Path, page: str = "") -> None:
         (folder / found["name"]).write_text(found["text"], encoding="utf-8")
     (folder / "texts").mkdir()
     (folder / "texts" / "licence.txt").write_text((ROOT / "LICENSE").read_text("utf-8") * 20, "utf-8")
-    for name in ("scripts", "configs", "benchmarks", "evidence", "tests"):
+    for name in ("scripts", "configs", "benchmarks", "evidence", "examples", "tests"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "pretrain_gpt_vp.py").write_text((ROOT / "pretrain_gpt_vp.py").read_text("utf-8"), "utf-8")
 
