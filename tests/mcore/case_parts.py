@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -232,28 +232,37 @@ def _ways(words: str) -> tuple[str, ...]:
     return tuple(way for word in words.split() for way in globals().get(word, (word,)))
 
 
-def _job(row: dict[str, object], **defaults: object) -> Job:
+def _turning(given: Sequence[str], kept: int, turn: int) -> tuple[str, ...]:
+    """`kept` of the given, others in every turn."""
+    return tuple(given[(turn + each) % len(given)] for each in range(min(kept, len(given))))
+
+
+def _job(turn: int, row: dict[str, object], kept: int, **defaults: object) -> Job:
+    """A row's job, in the default way and in `kept` of its ways, which take turns from row to row."""
     options = {name: row.pop(name, None) for name in ("options", "then", "plain")}
     for name, given in options.items():
         parts = row.pop("parts" if name == "options" else f"{name}_parts", "")
         if parts or given is not None:
             row[name] = _named(parts) | (given or {})
-    if "ways" in row:
-        row["ways"] = _ways(row["ways"])
+    ways = _turning(_ways(row.get("ways", "")) or defaults.get("ways", BASIC), kept, turn)
+    row["ways"] = tuple(dict.fromkeys((*filter(None, [row.get("default")]), *ways)))
     row["but"] = tuple(filter(None, row.pop("but", "").split(",")))
     return Job(**defaults | row)
 
 
 _TABLES = tomllib.loads((Path(__file__).parent / "matrix.toml").read_text())
-COMBINATIONS = tuple(map(_job, _TABLES["combinations"]))
+COMBINATIONS = tuple(_job(turn, row, 2) for turn, row in enumerate(_TABLES["combinations"]))
 SURVEY = {
-    each["subject"]: tuple(_job(row, ways=SURVEY_WAYS, bound=SURVEY_BOUND) for row in each["jobs"])
+    each["subject"]: tuple(
+        _job(turn, row, 1, ways=SURVEY_WAYS, bound=SURVEY_BOUND) for turn, row in enumerate(each["jobs"])
+    )
     for each in _TABLES["survey"]
 }
 """The option survey's jobs, by what they are about."""
 MOVES = tuple(
-    Move(**row | {"others": tuple(row["others"]), "options": _named(row.pop("parts", "")) | row.get("options", {})})
-    for row in _TABLES["moves"]
+    Move(**row | {"others": others, "options": _named(row.pop("parts", "")) | row.get("options", {})})
+    for turn, row in enumerate(_TABLES["moves"])
+    for others in [_turning(row["others"], 2, 0 if row.get("default") else turn)]
 )
 PROOFS: dict[str, str] = _TABLES["proofs"]
 """What tests outside of these matrices prove, and `file::function` under tests/."""

@@ -29,7 +29,7 @@ from tests.mcore.case_parts import (
 )
 from tests.mcore.comparison import assert_equal
 
-JOBS = 80
+JOBS = 40
 ROWS = 40
 """Of a vocabulary that is cut at random places."""
 NO_GRADIENT = "k_layernorm.bias"
