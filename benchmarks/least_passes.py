@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.cost.planning.layer_division import divided, layer_seconds
-from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.schedule import Placement, VocabMethod
 
@@ -22,9 +21,9 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware) -> float:
     Filling and draining the pipeline takes as long as p - 1 average stages. For a hybrid model, the work of the largest
     stage in the most even cut replaces ceil(L / p).
     """
-    times, communication = PassTimes(job, hardware), CommunicationModel(job, hardware)
+    times = PassTimes(job, hardware)
     layers, p, gaps = job.model.layers, job.pipeline, 2 * hardware.constants.gap
-    layer = sum(times.layer()) + 2 * communication.layer_traffic()
+    layer = sum(times.layer())
     largest, total = -(-layers // p) * layer, layers * layer
     if job.model.pattern:
         letters, placement = layer_seconds(times), Placement.round_robin(p)
@@ -32,7 +31,7 @@ def least_passes(job: Job, method: VocabMethod, hardware: Hardware) -> float:
         largest = 0.0 if cut is None else max(loads_of(letters, placement, cut))
     vocabulary = sum(times.vocabulary_passes(method, job.model.vocab // job.tensor))
     busiest = max(largest, (total + vocabulary) / p) + gaps
-    hops = 2 * communication.message(0, 1, communication.hidden_bytes)
+    hops = 2 * times.message(0, 1, times.hidden_bytes)
     return job.microbatches * busiest + (p - 1) * (total / p + gaps + hops)
 
 

@@ -11,7 +11,7 @@ from megatron_vp.cost.layers.layouts import equal_layers, redistributed_layers
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Recompute
 from megatron_vp.cost.paper.published import Cell, jobs
 from megatron_vp.cost.ranks.layer_memory import layer_memory
-from megatron_vp.cost.ranks.pass_times import attention_times
+from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
 from megatron_vp.schedule import Placement
@@ -133,7 +133,7 @@ def attention_flops(one):
 
 
 def times(one, hardware=H100):
-    return attention_times(one, hardware, attention_flops(one))
+    return PassTimes(one, hardware).attention(attention_flops(one))
 
 
 @pytest.mark.parametrize("sequence", PUBLISHED)

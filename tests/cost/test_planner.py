@@ -16,7 +16,6 @@ from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_can
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
 from megatron_vp.cost.planning.variants import Variant
-from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod
@@ -33,7 +32,7 @@ def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab,
     job = replace(JOB, model=replace(MODEL, layers=layers, vocab=vocab), pipeline=3, tensor=tensor)
     placement = place(3)
     times = PassTimes(job, H100)
-    layer = sum(times.layer()) + 2 * CommunicationModel(job, H100).layer_traffic()
+    layer = sum(times.layer())
     ends = {placement.first_rank: 0.0} | {placement.last_rank: 0.0}
     ends[placement.first_rank] += sum(times.whole_embedding())
     ends[placement.last_rank] += sum(times.whole_output())

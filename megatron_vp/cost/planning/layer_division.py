@@ -13,7 +13,6 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from megatron_vp.cost.layers.layer_types import layer_kinds
-from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.schedule import Placement
 
@@ -36,8 +35,8 @@ Division = tuple[tuple[int, ...], range]
 
 def layer_seconds(times: PassTimes) -> list[float]:
     """Seconds that all passes of one microbatch take in each layer of the job, in order."""
-    traffic, kinds = CommunicationModel(times.job, times.hardware), layer_kinds(times.job, times.job.model.layers)
-    took = {kind: sum(times.layer(kind)) + 2 * traffic.layer_traffic(kind) for kind in {*kinds}}
+    kinds = layer_kinds(times.job, times.job.model.layers)
+    took = {kind: sum(times.layer(kind)) for kind in {*kinds}}
     return [took[kind] for kind in kinds]
 
 

@@ -22,7 +22,6 @@ from megatron_vp.cost.planning.stage_costs import (
     stage_costs,
     stage_times,
 )
-from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel, RankMemory
 from megatron_vp.errors import UserError
@@ -248,14 +247,14 @@ def after_passes(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -
     memory = memory_model(job, plan, schedule, hardware)
     fullest = max(range(job.pipeline), key=memory.parameters)
     experts = memory.expert_parameters(fullest)
-    times, communication = PassTimes(job, hardware), CommunicationModel(job, hardware)
+    times = PassTimes(job, hardware)
     backward = forward = 0.0
     if job.data_overlap or job.gather_overlap:
         stages = stage_times(times, plan.vocab, memory.layers, schedule.split_backward)
         held = [stages[stage] for stage in schedule.placement.stage_of[fullest]]
         forward, backward = sum(stage.F for stage in held), sum(stage.B + stage.W for stage in held)
     narrow = memory.fp8_parameters(fullest)
-    sync = communication.gradient_sync(memory.parameters(fullest) - experts, experts, narrow, forward, backward)
+    sync = times.gradient_sync(memory.parameters(fullest) - experts, experts, narrow, forward, backward)
     return sync + times.optimizer_step(memory.stepped_parameters(fullest), *memory.muon(fullest))
 
 

@@ -13,7 +13,6 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.layer_types import stage_layers
 from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.pass_times import PassTimes, Split
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
@@ -51,7 +50,7 @@ def schedule_of(request: ScheduleRequest) -> Schedule:
 def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> StageCosts:
     """Seconds of every pass, message and collective of one microbatch, on the stages and ranks of `schedule`."""
     placement = schedule.placement
-    times, communication = PassTimes(job, hardware), CommunicationModel(job, hardware)
+    times = PassTimes(job, hardware)
     stages = stage_times(times, plan.vocab, layers_of(job, plan, placement), schedule.split_backward)
     passes = [(0.0,) * 4] * placement.ranks
     if plan.vocab.is_sharded:
@@ -69,7 +68,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
             vocabulary[name] = tuple(each[place] * factor for each, factor in zip(passes, pace, strict=True))
     elif plan.vocab is VocabMethod.INTERLACED:
         whole = sum(times.output_shard(plan.vocab)) + sum(times.synchronous_embedding())
-        vocabulary = {"V": tuple(whole * factor + communication.synchronous_vocabulary() for factor in pace)}
+        vocabulary = {"V": tuple(whole * factor + times.synchronous_vocabulary() for factor in pace)}
     copies: dict[tuple[bool, int, int], float] = {}
     if plan.offload_chunks:
         model = MemoryModel(job, schedule, layers_of(job, plan, placement), hardware)
@@ -79,8 +78,8 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
         B=tuple(split.B * factor for split, factor in zip(stages, placed_at, strict=True)),
         W=tuple(split.W * factor for split, factor in zip(stages, placed_at, strict=True)),
         **vocabulary,
-        messages=communication.messages(placement),
-        collectives=communication.collectives(plan.vocab, _members(plan, placement)),
+        messages=times.messages(placement),
+        collectives=times.collectives(plan.vocab, _members(plan, placement)),
         copies=copies,
     )
 
@@ -126,12 +125,9 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
     Vocabulary passes are not included. If the vocabulary is not split, the first and the last stage include the
     vocabulary layers.
     """
-    communication = CommunicationModel(times.job, times.hardware)
     held = stage_layers(times.job, layers)
-    by_kind, gap, stages = {}, times.gap, []
-    for kind in {kind for stage in held for kind in stage}:
-        layer, traffic = times.layer(kind), communication.layer_traffic(kind)
-        by_kind[kind] = Split(layer.F + traffic, layer.B + traffic, layer.W)
+    gap, stages = times.gap, []
+    by_kind = {kind: times.layer(kind) for kind in set().union(*held)}
     for counts in held:
         F, B, W = (sum(count * by_kind[kind][place] for kind, count in counts.items()) for place in range(3))
         stages.append(Split(F + gap, B + gap, W + split_backward * gap))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.layer_operations import Op, distinct, operations
+from megatron_vp.cost.layers.layer_operations import Op, distinct
 from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
 
@@ -142,10 +142,6 @@ class CommunicationModel:
         p, nodes = self.job.pipeline, self.nodes_of(range(self.job.pipeline))
         sums = 2 * (self.all_reduce(self.hidden_bytes, p, nodes) + self.tensor_sum)
         return sums + self.all_reduce(3 * 4 * self.job.tokens, p, nodes)
-
-    def layer_traffic(self, kind: str = "t") -> float:
-        """Seconds of exposed communication in one layer's forward, except for keys and values (see `exposed_keys`)."""
-        return sum(map(self.wait, operations(self.job, kind)))
 
     def wait(self, op: Op) -> float:
         """Seconds of exposed communication of one operation's forward."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.fp8 import element_bytes, fp8_weights, quantised, rate_of
 from megatron_vp.cost.layers.layer_operations import Matrix, Op, operations
-from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, Recompute
+from megatron_vp.cost.layers.shapes import Fp8Recipe, Recompute
 from megatron_vp.cost.ranks.communication import CommunicationModel
 from megatron_vp.cost.ranks.vocab_kernels import ShardPasses
 from megatron_vp.jobs.layer_kind import LayerKind
@@ -96,11 +95,8 @@ class Split(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PassTimes:
+class PassTimes(CommunicationModel):
     """Seconds of one microbatch's work on one rank of `job`, at the sustained speed of `hardware`."""
-
-    job: Job
-    hardware: Hardware
 
     def memory_time(self, count: float) -> float:
         """Seconds to read and write memory, `count` bytes in total."""
@@ -127,8 +123,8 @@ class PassTimes:
         return rates.gemm if rates else self.hardware.peak_flops * self.hardware.constants.matrix
 
     def operation(self, op: Op) -> Split:
-        """Seconds of one operation."""
-        moved = self.memory_time(op.moved) + op.work / self.rate
+        """Seconds of one operation, with the communication that it waits for."""
+        moved, wait = self.memory_time(op.moved) + op.work / self.rate, self.wait(op)
         back = 2 * moved if op.back is None else self.memory_time(op.back)
         product = added = 0.0
         if op.matrix:
@@ -139,21 +135,19 @@ class PassTimes:
                 moved += self.memory_time(cast.moved * matrix.tokens * matrix.inputs * matrix.copies)
                 back += self.memory_time(cast.moved * matrix.tokens * matrix.outputs * matrix.copies)
         if op.scores:
-            once, twice = attention_times(self.job, self.hardware, op.scores)
-            keys = self.communication.exposed_keys
+            once, twice = self.attention(op.scores)
             # The backward sends keys and values again, and also their gradients.
-            moved, back = moved + once + keys(once), back + twice + 2 * keys(twice / 2)
+            moved, back = moved + once + self.exposed_keys(once), back + twice + 2 * self.exposed_keys(twice / 2)
         elif op.name == "router" and self.counted and self.job.graphs != "full_iteration":
             moved, back = moved + LAUNCHES, back + 2 * LAUNCHES
-        return Split(product + moved, product + back, product + added)
+        return Split(product + moved + wait, product + back + wait, product + added)
 
     def layer(self, kind: str = "t") -> Split:
         """Seconds of one layer."""
         job, found = self.job, operations(self.job, kind)
         times = [(op, self.operation(op)) for op in found]
         forward, backward, weight = (sum(each[place] for _, each in times) for place in range(3))
-        # Recomputation repeats the communication of hidden states.
-        again = sum(each.F + self.communication.wait(op) for op, each in times if op.again(job))
+        again = sum(each.F for op, each in times if op.again(job))
         fitted = self.memory_time(self.fitted_bytes(found))
         weights = 0.0
         if job.fp8:  # A weight is quantised only in the first microbatch of an iteration.
@@ -179,11 +173,6 @@ class PassTimes:
         return sum(each * (op.name == "residual") - op.moved for op in found if op.back is None)
 
     @property
-    def communication(self) -> CommunicationModel:
-        """The communication model of the same job."""
-        return CommunicationModel(self.job, self.hardware)
-
-    @property
     def counted(self) -> bool:
         """Whether the job runs Transformer Engine's layers on hardware with known attention rates."""
         rates = self.hardware.rates
@@ -197,8 +186,7 @@ class PassTimes:
     @property
     def gap(self) -> float:
         """Constant time in seconds that every pass takes for kernel launches and the transition to the next pass."""
-        rates = self.hardware.rates
-        return rates.gap if rates and rates.gap else self.hardware.constants.gap
+        return (self.hardware.rates and self.hardware.rates.gap) or self.hardware.constants.gap
 
     def whole_output(self) -> Split:
         """Seconds that the unsplit output layer and the loss take on the last stage."""
@@ -214,17 +202,15 @@ class PassTimes:
         looked_up = 2 * job.element_bytes * job.tokens * job.model.hidden
         return self.operation(Op("embedding", moved=looked_up, back=back))
 
-    def own_kernels(self, rows: int | None = None) -> ShardPasses | None:
+    def own_kernels(self, tokens: int, rows: int | None = None) -> ShardPasses | None:
         """The cost model of this project's vocabulary kernels on a shard of `rows` rows (None: an even shard).
 
         Returns None if the hardware's rates are unknown; callers then model the paper's code.
         """
         job, rates = self.job, self.hardware.rates
-        if rates is None:
-            return None
-        rows = job.shard_rows if rows is None else rows
         gradient = 4 if job.wide_gradients else job.element_bytes
-        return ShardPasses(rates, job.tokens, rows, job.model.hidden, job.element_bytes, gradient)
+        rows = job.shard_rows if rows is None else rows
+        return rates and ShardPasses(rates, tokens, rows, job.model.hidden, job.element_bytes, gradient)
 
     def vocabulary_passes(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float, float, float]:
         """Seconds of S, T, IF and IB, which are 0 on a rank without rows."""
@@ -232,9 +218,9 @@ class PassTimes:
 
     def output_shard(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float]:
         """Seconds of S and T."""
-        job, own = self.job, self.own_kernels(rows)
+        job, own = self.job, self.own_kernels(self.job.output_tokens, rows)
         if own:
-            return replace(own, tokens=job.output_tokens).output(method)
+            return own.output(method)
         # The paper's eager code, with the fitted constants.
         matrix = Matrix(job.model.hidden, job.shard_rows if rows is None else rows, job.output_tokens)
         product, logits = self.gemm_time(matrix), matrix.tokens * matrix.outputs
@@ -253,7 +239,7 @@ class PassTimes:
 
         An embedding row is exchanged only among the pipeline ranks with the same tensor rank as its owner.
         """
-        job, own = self.job, self.own_kernels(rows)
+        job, own = self.job, self.own_kernels(self.job.tokens, rows)
         if own:
             return own.embedding(job.pipeline * job.tensor if rows is None else job.model.vocab / rows)
         units, weights = job.tokens * job.model.hidden / job.tensor, (rows or job.shard_rows) * job.model.hidden
@@ -265,7 +251,7 @@ class PassTimes:
         """Seconds that F and B of the first stage each take to reorder exchanged embedding rows. The result is 0 with
         the paper's kernels, whose IF and IB include this time.
         """
-        own = self.own_kernels()
+        own = self.own_kernels(self.job.tokens)
         return own.placed_rows() if own else 0.0
 
     def synchronous_embedding(self) -> tuple[float, float]:
@@ -284,33 +270,24 @@ class PassTimes:
         spared = 2 * (12 - self.job.kept_states) if self.job.kept_states else 0
         return self.memory_time((46 - spared) * parameters - 8 * muon) + flops / self.rate
 
+    def attention(self, flops: float) -> tuple[float, float]:
+        """Seconds of one layer's attention on one rank, in F and in B, without the projections before and after it.
 
-def attention_times(job: Job, hardware: Hardware, flops: float) -> tuple[float, float]:
-    """Seconds of one layer's attention on one rank, in F and in B, without the projections before and after it.
-
-    flops: its FLOPs, not halved for causality.
-    """
-    causal = flops / 2
-    if job.layers is LayerKind.LOCAL and hardware.is_gpu:
-        # Unfused attention also computes, writes and reads the scores above the diagonal.
-        moved = SCORE_BYTES * job.scores / (hardware.memory_bandwidth * hardware.constants.bandwidth)
-        forward = 2 * causal / (hardware.peak_flops * hardware.constants.matrix) + moved
-        return forward, 2 * forward
-    reached: Iterable[float] = hardware.constants.attention_forward, hardware.constants.attention_backward
-    rates = hardware.rates
-    if rates is not None and rates.attention is not None and job.layers is LayerKind.ENGINE:
-        share, older = job.flash_attention_2, rates.flash_attention_2 or rates.attention
-        reached = (1 / ((1 - share) / new + share / old) for new, old in zip(rates.attention, older, strict=True))
-        keys, narrow = job.sequence / job.context, max(0.0, 1 - job.model.head_size / 128)
-        causal *= _seen(job) * (1 + HALF / keys) / (1 - NARROW * narrow)
-    forward, backward = (causal / (hardware.peak_flops * each) for each in reached)
-    return forward, BACKWARD * backward
-
-
-def _seen(job: Job) -> float:
-    """The share of the causal scores that attention computes. Sliding-window layers skip all but the last `window`
-    tokens.
-    """
-    model = job.model
-    inside = min(1.0, (model.window + TILE) / (job.sequence / 2))
-    return 1 - model.windowed * (1 - inside)
+        flops: its FLOPs, not halved for causality.
+        """
+        job, causal, rates, constants = self.job, flops / 2, self.hardware.rates, self.hardware.constants
+        if job.layers is LayerKind.LOCAL and self.hardware.is_gpu:
+            # Unfused attention also computes, writes and reads the scores above the diagonal.
+            forward = 2 * causal / (self.hardware.peak_flops * constants.matrix)
+            forward += self.memory_time(SCORE_BYTES * job.scores)
+            return forward, 2 * forward
+        reached: Iterable[float] = constants.attention_forward, constants.attention_backward
+        if self.counted and rates and rates.attention:
+            share, older = job.flash_attention_2, rates.flash_attention_2 or rates.attention
+            reached = (1 / ((1 - share) / new + share / old) for new, old in zip(rates.attention, older, strict=True))
+            keys, narrow = job.sequence / job.context, max(0.0, 1 - job.model.head_size / 128)
+            # Sliding-window layers skip all but the last `window` tokens.
+            inside = min(1.0, (job.model.window + TILE) / (job.sequence / 2))
+            causal *= (1 - job.model.windowed * (1 - inside)) * (1 + HALF / keys) / (1 - NARROW * narrow)
+        forward, backward = (causal / (self.hardware.peak_flops * each) for each in reached)
+        return forward, BACKWARD * backward
