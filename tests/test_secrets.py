@@ -23,7 +23,6 @@ COMMANDS = {
     "env": ("env",),
     "sbatch": ("sbatch", *MOCK, "--nodes", "1", "--dry-run"),
     "simulate of a leaky file": ("simulate", "FOLDER/leaky.yaml"),
-    "check of a leaky file": ("check", "FOLDER/leaky.yaml", "--ranks", "2"),
 }
 
 
