@@ -23,7 +23,7 @@ from megatron_vp.runtime.recorder import Recorder, Span
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.schedule.transfers import Copy
+from megatron_vp.schedule.transfers import Copy, category_of
 from megatron_vp.trace.partition import UNKNOWN, Partition
 from megatron_vp.trace.rank_files import LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
@@ -135,6 +135,6 @@ def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], fl
                 lane, name, category = Lane.WAITS, str(operation), WAIT
             case operation:
                 lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM
-                category = operation.category
+                category = category_of(operation)
         traced.append(TracedSpan(iteration, lane, name, category, axis(span.start), axis(span.end)))
     return sorted(traced, key=lambda item: item.start)

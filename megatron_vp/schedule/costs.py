@@ -47,7 +47,7 @@ class PassCosts:
     @classmethod
     def parse(cls, text: str) -> PassCosts:
         """Parse text such as `F=1,B=1,S=0.25`; durations that are not named keep their defaults. Raises UserError."""
-        known = {*_OWN, *(kind.value for kind in PassKind if kind not in _NOT_NAMED), Copy.cost}
+        known = {*_OWN, *(kind.value for kind in PassKind if kind not in _NOT_NAMED), "copy"}
         given: dict[str, float] = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
             name, separator, value = (part.strip() for part in item.partition("="))
@@ -75,8 +75,7 @@ class PassCosts:
 
     def communication(self, schedule: Schedule, operation: Operation) -> float:
         """Duration of an operation of `schedule`."""
-        took = self._named(operation.cost)
-        return took / schedule.chunks if operation.per_chunk else took
+        return self.other.get("copy", 0.0) / schedule.chunks if isinstance(operation, Copy) else self.comm
 
     def _named(self, name: str) -> float:
         return getattr(self, name) if name in _OWN else self.other.get(name, 0.0)

@@ -15,6 +15,7 @@ from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
+from megatron_vp.schedule.transfers import Collective, category_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -187,8 +188,9 @@ def boxes(timeline: Timeline, peak: float) -> Iterator[Box]:
                 yield Box(time, rank + 0.92 - top, until - time, top if held is Held.ACTIVATIONS else 0.02, colour)
     lines = {style.kind: (style.colour, *place) for style, place in zip(COMMUNICATION, LINES, strict=False)}
     for operation, (start, end) in timeline.operations.items():
-        if operation.category in lines and end > start:
-            colour, top, height = lines[operation.category]
+        category = category_of(operation)
+        if category in lines and end > start:
+            colour, top, height = lines[category]
             for rank in operation.members(schedule.vocab_members):
                 yield Box(start, rank + top, end - start, height, colour)
 
@@ -207,7 +209,7 @@ def styles(timelines: Sequence[Timeline]) -> list[Style]:
     for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
         meaning = f"{kind} {kind.meaning}" + (f", chunk {chunk}" if chunked and kind.per_chunk else "")
         found.append(Style(kind.value, chunk, shade(kind, chunk), "" if kind in OFFLOAD_KINDS else meaning))
-    categories = {operation.category for each in timelines for operation in each.operations}
+    categories = {category_of(operation) for each in timelines for operation in each.operations}
     return found + [style for style in COMMUNICATION if style.kind in categories]
 
 
@@ -228,16 +230,14 @@ def to_perfetto(timeline: Timeline) -> str:
             events += [perfetto.level(rank, held, time, level) for time, level in timeline.held(rank, held)]
     tracks: dict[str, int] = {}
     for operation, (start, end) in timeline.operations.items():
-        args = {"microbatch": operation.microbatch}
-        lane: int = Lane.SECOND_STREAM
+        args, lane = {"microbatch": operation.microbatch}, int(Lane.SECOND_STREAM)
         ranks = operation.members(timeline.schedule.vocab_members)
-        if operation.track is not None:
-            rank, title = operation.track
+        if not isinstance(operation, Collective):
+            ranks = ranks[:1]
             if operation.lane not in tracks:
                 tracks[operation.lane] = Lane.LINKS + len(tracks)
-                events.append(perfetto.thread(rank, tracks[operation.lane], title))
-            lane, ranks = tracks[operation.lane], [rank]
-        events += [
-            perfetto.slice_event(rank, lane, str(operation), operation.category, start, end, args) for rank in ranks
-        ]
+                events.append(perfetto.thread(ranks[0], tracks[operation.lane], operation.lane))
+            lane = tracks[operation.lane]
+        category = category_of(operation)
+        events += [perfetto.slice_event(rank, lane, str(operation), category, start, end, args) for rank in ranks]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})

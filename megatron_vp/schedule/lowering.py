@@ -28,7 +28,7 @@ from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Pro
 from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError
-from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Message, Operation
+from megatron_vp.schedule.transfers import Channel, Collective, CollectiveKind, Copy, Message, Operation
 
 Event = tuple[tuple[float, int], Step | Operation, list[Operation]]
 """A step or an operation, its time with a number that breaks ties, and for a step, the operations that it waits for."""
@@ -117,8 +117,8 @@ def _events(schedule: Schedule, graph: Graph, costs: Costs) -> Iterator[Event]:
                 embeds[microbatch] = min(embeds[microbatch], times.start[number])
             yield over, node, needed
             after = (nodes[each] for each in graph.successors[number])
-            yield from ((over, each, []) for each in after if not isinstance(each, Step) and each.follows_step)
-        elif not node.follows_step:
+            yield from ((over, each, []) for each in after if isinstance(each, Message | Copy))
+        elif isinstance(node, Collective):
             yield (times.start[number], place), node, []
     for microbatch in range(schedule.microbatches if schedule.vocab.is_sharded else 0):
         moment = min(embeds[microbatch], embeds[max(0, microbatch - 1)]), microbatch - schedule.microbatches
@@ -153,7 +153,7 @@ class _Writer:
             if rank in self.only_words and isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED:
                 self.instructions[rank].append(Wait(_tokens(operation.microbatch)))
             self.instructions[rank].append(Post(operation))
-            if not operation.follows_step:
+            if isinstance(operation, Collective):
                 self.collectives[rank].append(operation)
 
     def read(self, rank: int, work: Operation | Pass | Loss) -> None:

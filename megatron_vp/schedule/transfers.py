@@ -57,26 +57,18 @@ class CollectiveKind(StrEnum):
     """Sends gradients of the embedding rows back from the receivers of EMBED to the rows' owners."""
 
 
-class _Message(NamedTuple):
+class Message(NamedTuple):
+    """A tensor sent from one stage to another on a different rank; `source` and `target` are ranks.
+
+    The loss function counts as part of the last stage, even if it runs on another rank.
+    """
+
     channel: Channel
     microbatch: int
     source_stage: int
     target_stage: int
     source: int
     target: int
-
-
-class Message(_Message):
-    """A tensor sent from one stage to another on a different rank; `source` and `target` are ranks.
-
-    The loss function counts as part of the last stage, even if it runs on another rank.
-    """
-
-    __slots__ = ()
-    follows_step = True
-    cost = "comm"
-    per_chunk = False
-    category = "message"
 
     def __str__(self) -> str:
         return f"{self.channel}:{self.microbatch}[{self.source_stage}>{self.target_stage}]"
@@ -91,11 +83,6 @@ class Message(_Message):
         """Edge and channel."""
         return (self.source, self.target, self.channel)
 
-    @property
-    def track(self) -> tuple[int, str]:
-        """The sending rank, and a title that names the channel and the receiver."""
-        return self.source, f"{self.channel} to rank {self.target}"
-
     def members(self, vocab_members: Sequence[int]) -> tuple[int, ...]:
         """The sender and the receiver."""
         return (self.source, self.target)
@@ -105,25 +92,20 @@ class Message(_Message):
         return f"{CONTENT[self.channel]} of microbatch {self.microbatch} from rank {ranks[self.source]}"
 
 
-class _Collective(NamedTuple):
+class Collective(NamedTuple):
+    """A collective operation of all `Schedule.vocab_members`. If only one rank sends or receives, it is `root`."""
+
     kind: CollectiveKind
     microbatch: int
     root: int
 
-
-class Collective(_Collective):
-    """A collective operation of all `Schedule.vocab_members`. If only one rank sends or receives, it is `root`."""
-
-    __slots__ = ()
-    follows_step = False
-    lane = "collectives"
-    cost = "comm"
-    per_chunk = False
-    category = "collective"
-    track = None
-
     def __str__(self) -> str:
         return f"{self.kind}:{self.microbatch}"
+
+    @property
+    def lane(self) -> str:
+        """All collectives share one lane."""
+        return "collectives"
 
     @property
     def timing_key(self) -> CollectiveKind:
@@ -146,25 +128,17 @@ class Collective(_Collective):
         return f"{self.kind} of microbatch {self.microbatch} from {sources}"
 
 
-class _Copy(NamedTuple):
-    to_host: bool
-    microbatch: int
-    chunk: int
-    rank: int
-
-
-class Copy(_Copy):
+class Copy(NamedTuple):
     """A copy of a chunk's activations to host memory or back.
 
     A copy to the host is posted after its pass F, and a copy back after its pass R. A rank's copies in both directions
     run one at a time, in the order in which the rank posts them (PipeOffload, arXiv 2503.01328, section 4.2).
     """
 
-    __slots__ = ()
-    follows_step = True
-    cost = "copy"
-    per_chunk = True
-    category = "copy"
+    to_host: bool
+    microbatch: int
+    chunk: int
+    rank: int
 
     def __str__(self) -> str:
         return f"copy-{'out' if self.to_host else 'in'}:{self.microbatch}.{self.chunk}[{self.rank}]"
@@ -178,11 +152,6 @@ class Copy(_Copy):
     def timing_key(self) -> tuple[bool, int, int]:
         """Direction, rank and chunk."""
         return (self.to_host, self.rank, self.chunk)
-
-    @property
-    def track(self) -> tuple[int, str]:
-        """One track per rank."""
-        return self.rank, "copies to and from the host"
 
     def members(self, vocab_members: Sequence[int]) -> tuple[int, ...]:
         """Only the rank itself."""
@@ -198,16 +167,18 @@ class Copy(_Copy):
 Operation = Message | Collective | Copy
 """A named tuple with a field `microbatch`, whose `str` is unique in its schedule, and with these properties:
 
-follows_step: whether the members post the operation right after the step that produces its data; if not, all members
-    post the operations with this `lane` in the same order.
 lane: the operations of a lane run one after another.
-cost: name of the operation's duration in `PassCosts`; with `per_chunk`, it is divided by the chunks per rank.
 timing_key: the key of the operation's duration in `StageCosts`.
-category: the category of the operation's slices in traces.
-track: the rank and title of the operation's own track in traces; None: traces show it on every member's second stream.
 members: the ranks that post the operation; `vocab_members` take part in the vocabulary collectives.
 words: describes the data that a waiting rank needs, and its sources; rank r is shown as `ranks[r]`.
+
+The members post a message or a copy right after the step that produces its data. They post collectives in one order.
 """
+
+
+def category_of(operation: Operation) -> str:
+    """The kind of an operation in pictures and traces: message, collective or copy."""
+    return type(operation).__name__.lower()
 
 
 CHANNELS = 4

@@ -13,6 +13,7 @@ from megatron_vp.schedule.graph import Step
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.timeline import Timeline, rounded
+from megatron_vp.schedule.transfers import Collective, category_of
 
 
 def to_html(timelines: Sequence[Timeline]) -> str:
@@ -66,8 +67,8 @@ def _schedule(timeline: Timeline, places: dict[tuple[str, int], int]) -> dict[st
                 [str(node.action), places[node.action.kind, node.action.chunk], node.rank, *times, needed, turn]
             )
         else:
-            rank = None if node.track is None else node.track[0]
-            nodes.append([node.words(names), places[node.category, 0], rank, *times, needed, turn])
+            rank = None if isinstance(node, Collective) else node.members(())[0]
+            nodes.append([node.words(names), places[category_of(node), 0], rank, *times, needed, turn])
     return {
         "title": draw.title(schedule),
         "figures": f"{draw.figures(timeline)}, peak activations of {max(timeline.peak_activation):.4g} microbatches"
