@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 _LONGEST = 300
@@ -29,43 +29,6 @@ class UserError(ValueError):
     Every command turns this error into a single line on standard error and exit status 2. A training job prints the
     line once, and all ranks exit with status 2.
     """
-
-
-class Refused(UserError):
-    """A UserError that lists all reasons at once, because every attempt to start a job takes half a minute."""
-
-    def __init__(self, reasons: Sequence[str]) -> None:
-        self.reasons = tuple(dict.fromkeys(reasons))
-        numbered = (f"({number}) {reason}" for number, reason in enumerate(self.reasons, 1))
-        several = len(self.reasons) > 1
-        super().__init__(f"{len(self.reasons)} reasons: {'; '.join(numbered)}" if several else self.reasons[0])
-
-
-class Reasons:
-    """Collects the reasons for refusing a job."""
-
-    def __init__(self) -> None:
-        self._said: list[str] = []
-
-    @contextmanager
-    def collected(self) -> Iterator[None]:
-        """Record a UserError that is raised inside the block, and continue. Other exceptions propagate until a
-        reason has been recorded; after that, they are ignored, because that reason may have caused them.
-        """
-        try:
-            yield
-        except Refused as error:
-            self._said += error.reasons
-        except UserError as error:
-            self._said.append(str(error))
-        except Exception:
-            if not self._said:
-                raise
-
-    def refuse(self) -> None:
-        """Raise all collected reasons as one error; return if there are none."""
-        if self._said:
-            raise Refused(self._said)
 
 
 class PeerLost(RuntimeError):

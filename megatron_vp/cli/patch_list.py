@@ -15,13 +15,20 @@ def patches(
     """List the patches to Megatron-Core and their reasons, and check whether they fit the installed version.
 
     The command also checks the Megatron functions that the plug-in calls without patching, and the Megatron
-    arguments that it reads. If anything does not fit, the output names it and says where our sources use it, and the
-    exit status is 1. On an unsupported release, the command only compares signatures and applies no patch.
+    arguments that it reads. If anything does not fit, the output names it, and the exit status is 1. On an unsupported
+    release, the command only compares signatures and applies no patch.
     """
     from megatron_vp.errors import UserError
     from megatron_vp.mcore import megatron_lock, patch_table
-    from megatron_vp.mcore.megatron_lock import told
-    from megatron_vp.mcore.patches import TESTED_VERSIONS, installed_version, locked, patched, present_version
+    from megatron_vp.mcore.patches import (
+        TESTED_VERSIONS,
+        apply,
+        fault,
+        installed_version,
+        locked,
+        present_version,
+        undo,
+    )
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
     from megatron_vp.mcore.platform.installed import hide_what_is_broken
 
@@ -37,22 +44,21 @@ def patches(
         supported = False
     problems: list[str] = []
     for group in patch_table.GROUPS:
-        declared, found = patch_table.examine(group)
-        problems += [told(problem, '"') for problem in found]
-        unfit = {problem.target for problem in found}
-        if supported and not found and not dry_run:
-            with patched(declared):
-                pass
+        declared = group.declared() if group.is_present() else ()
+        faults = {patch.target: said for patch in declared if (said := fault(patch))}
+        problems += faults.values()
+        if supported and not faults and not dry_run:
+            undo(apply(declared))
         typer.echo(f"{group.name}: {group.sentence}; applied {group.stage}; without it, {group.without}")
         for patch in declared:
-            typer.echo(f"  {'DOES NOT FIT' if patch.target in unfit else 'fits'}  {patch.target}  ({patch.reason})")
-        if not declared and not found:
+            typer.echo(f"  {'DOES NOT FIT' if patch.target in faults else 'fits'}  {patch.target}  ({patch.reason})")
+        if not declared:
             typer.echo("  nothing is patched")
     for subject, names, found in (
         ("symbols that the plug-in uses", locked("used"), megatron_lock.changed_symbols()),
         ("options that the plug-in reads", locked("option"), megatron_lock.missing_options()),
     ):
-        problems += map(told, found)
+        problems += found
         typer.echo(f"Megatron {subject}: {len(names) - len(found)} of {len(names)} fit")
     for problem in problems:
         typer.echo(problem)

@@ -17,7 +17,7 @@ from typing import Any
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore import patches
-from megatron_vp.mcore.patches import Patch, Problem
+from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.platform.installed import installed
 from megatron_vp.mcore.settled import process, replay, run_settings
@@ -60,6 +60,13 @@ class PatchGroup:
     def needed(self, args: Arguments) -> bool:
         """Whether a run with these arguments needs the patches."""
         return bool(any(getattr(args, name) for name in self.given) if self.given else CONDITIONS[self.applies](args))
+
+    def is_present(self) -> bool:
+        """Whether the package that owns the patched symbols is installed."""
+        try:
+            return bool(importlib.import_module(self.package or "megatron.core"))
+        except ImportError:
+            return False
 
     def declared(self) -> tuple[Patch, ...]:
         """The patches that the present Megatron needs."""
@@ -140,18 +147,9 @@ def selected(args: Arguments, early: bool | None = None) -> tuple[PatchGroup, ..
     return tuple(group for group in GROUPS if early in (None, group.early) and group.needed(args))
 
 
-def examine(group: PatchGroup) -> tuple[tuple[Patch, ...], list[Problem]]:
-    """Return a group's patches for the installed Megatron, and every reason why they cannot be applied."""
-    try:
-        importlib.import_module(group.package or "megatron.core")
-    except ImportError:
-        return (), []
-    return group.declared(), patches.check(group.declared())
-
-
 def require_fit(args: Arguments) -> None:
     """Check all patches that a run needs, at any time of its start. Raises UserError if one does not fit."""
-    patches.refuse(patches.check(_patches(selected(args))))
+    patches.require_fit(_patches(selected(args)))
 
 
 def apply(args: Arguments, early: bool) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -46,26 +45,6 @@ class Patch:
     also: str = ""
     unneeded_in: Sequence[str] = ()
     constant: bool = False
-
-    @property
-    def fitting(self) -> str:
-        """The expected `signature_of(original)`, with its alternatives joined by " or "."""
-        return " or ".join(filter(None, (locked("patched").get(self.target), self.also)))
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A symbol or an argument of the installed Megatron that is missing or not as we expect."""
-
-    target: str
-    expected: str
-    found: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.target} does not fit megatron_vp: expected {self.expected}, found {self.found} "
-            f"(megatron_vp is tested with megatron-core {', '.join(TESTED_VERSIONS)})"
-        )
 
 
 @dataclass(frozen=True)
@@ -163,18 +142,35 @@ def _recorded(file: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def check(patches: Iterable[Patch]) -> list[Problem]:
-    """Return one problem for each patch that cannot be applied, in the order of the patches."""
-    return [problem for problem in map(_problem, patches) if problem is not None]
+def misfit(target: str, expected: str, found: str) -> str:
+    """One line about a symbol or an argument of the installed Megatron that is missing or not as we expect."""
+    tested = f"megatron_vp is tested with megatron-core {', '.join(TESTED_VERSIONS)}"
+    return f"{target} does not fit megatron_vp: expected {expected}, found {found} ({tested})"
 
 
-def refuse(problems: Sequence[Problem]) -> None:
-    """Raise UserError if there are problems."""
-    if problems:
-        more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
-        raise UserError(
-            f"{problems[0]}{more}; no patch was applied: `megatron-vp patches` lists everything that does not fit"
-        )
+def fault(patch: Patch) -> str | None:
+    """One line that says why a patch cannot be applied; None if it can."""
+    entry = _applied.get(patch.target)
+    expected = " or ".join(filter(None, (locked("patched").get(patch.target), patch.also)))
+    try:
+        owner, name = _locate(patch.target)
+        found = signature_of(getattr(owner, name))
+    except AttributeError:
+        found = "nothing"
+    except ImportError as error:
+        found = f"nothing ({error})"
+    else:
+        if entry is not None:
+            expected = found = "our replacement"
+            if inspect.getattr_static(owner, name) is not entry.replacement:
+                found = "an object that other code assigned later"
+    return None if found in expected.split(" or ") else misfit(patch.target, expected, found)
+
+
+def require_fit(patches: Iterable[Patch]) -> None:
+    """Raise UserError if a patch cannot be applied."""
+    for said in filter(None, map(fault, patches)):
+        raise UserError(f"{said}; no patch was applied: `megatron-vp patches` lists everything that does not fit")
 
 
 def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
@@ -182,9 +178,7 @@ def apply(patches: Sequence[Patch]) -> tuple[Patch, ...]:
     packages, apply none and raise UserError.
     """
     installed_version()
-    targets = [patch.target for patch in patches]
-    assert len(set(targets)) == len(targets), f"these targets are not all different: {sorted(targets)}"
-    refuse(check(patches))
+    require_fit(patches)
     new = [_prepare(patch) for patch in patches if patch.target not in _applied]
     for entry in new:
         setattr(entry.owner, entry.name, entry.replacement)
@@ -204,16 +198,6 @@ def undo(patches: Iterable[Patch]) -> None:
             setattr(entry.owner, entry.name, entry.raw)
 
 
-@contextmanager
-def patched(patches: Sequence[Patch]) -> Iterator[None]:
-    """Apply patches inside this context. Patches that were already applied remain applied on exit."""
-    new = apply(patches)
-    try:
-        yield
-    finally:
-        undo(new)
-
-
 def in_force() -> tuple[Patch, ...]:
     """Return the patches that are currently applied, in the order in which they were applied."""
     return tuple(entry.patch for entry in _applied.values())
@@ -221,25 +205,6 @@ def in_force() -> tuple[Patch, ...]:
 
 def _series(version: str) -> str:
     return ".".join(version.split(".")[:2])
-
-
-def _problem(patch: Patch) -> Problem | None:
-    expected = patch.fitting
-    try:
-        owner, name = _locate(patch.target)
-        current = getattr(owner, name)
-    except (ImportError, AttributeError) as error:
-        may_lack = isinstance(error, AttributeError) and "nothing" in expected.split(" or ")
-        return None if may_lack else Problem(patch.target, expected, f"nothing ({error})")
-    entry = _applied.get(patch.target)
-    if entry is None:
-        found = signature_of(current)
-        return None if found in expected.split(" or ") else Problem(patch.target, expected, found)
-    if entry.patch != patch:
-        return Problem(patch.target, "an unpatched symbol", f"a symbol with another patch: {entry.patch.reason}")
-    if inspect.getattr_static(owner, name) is not entry.replacement:
-        return Problem(patch.target, "our replacement", "an object that other code assigned later")
-    return None
 
 
 def _locate(target: str) -> tuple[Any, str]:

@@ -255,8 +255,6 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
     as_before = {"load": good, **Layout.read(layout).options, **options, "override_opt_param_scheduler": None}
     cases = [
         ({**as_before, "train_iters": 2}, None),
-        ({**as_before, "lr": 1e-2}, "--lr was 0.001 in the run that wrote"),
-        ({**as_before, "decoupled_lr": 1e-2}, "--decoupled-lr was not set in the run that wrote"),
         (
             {**as_before, "no_load_optim": True, "untie_embeddings_and_output_weights": None},
             "an untied output layer",
@@ -265,14 +263,14 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"load": tmp_path / "new", "save": tmp_path / "new", "save_interval": 2}, None),
         ({"load": tmp_path / "no such"}, "contains no checkpoint"),
         ({"load": cut, "save": cut, "save_interval": 2, "no_load_optim": True}, None),
-        ({"load": unreadable}, "iter_0000002 is corrupt"),
-        ({"load": unmarked}, "iter_0000002 is corrupt"),
-        ({"load": wrong_tracker}, "contains 'twelve' instead of an iteration number"),
+        ({"load": unreadable}, "iter_0000002"),
+        ({"load": unmarked}, "iter_0000002"),
+        ({"load": wrong_tracker}, f"cannot read {wrong_tracker}"),
         (
             {"load": by_rank, **Layout.read("1f1b/vocab-2 p2").options},
             "which this run cannot load: convert it in a run that has the checkpoint's parallel sizes",
         ),
-        ({"load": empty_tracker}, "contains '' instead of an iteration number"),
+        ({"load": empty_tracker}, "load another checkpoint (--ckpt-step 2)"),
         ({"save": first_file / "below", "save_interval": 2}, "is a file; choose another directory"),
         (
             {"load": good, **DISTRIBUTED},
@@ -298,7 +296,7 @@ def test_what_is_no_checkpoint_or_does_not_fit_is_refused_before_anything_starts
         ({"pretrained_checkpoint": tmp_path / "no such"}, "--pretrained-checkpoint"),
         ({**as_before, **fleeting, "train_iters": 2}, None),
         ({**as_before, **fleeting, "train_iters": 2, "non_persistent_global_ckpt_dir": older}, None),
-        ({**as_before, **fleeting, "non_persistent_global_ckpt_dir": newer}, f"{newer}/iter_0000004 is corrupt"),
+        ({**as_before, **fleeting, "non_persistent_global_ckpt_dir": newer}, f"cannot read {newer}/iter_0000004"),
     ]
     laid_out = {**DISTRIBUTED, "pipeline_model_parallel_layout": "Et*4|t*2|t*2|t*4L"}
     _, in_a_v = train_along(("v-half/vocab-2 p2",), (2,), laid_out)

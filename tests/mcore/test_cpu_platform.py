@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ def torch_under_the_patches(_rank, _world_size):
 
     before = dict(vars(torch)), dict(vars(torch.cuda)), dict(vars(torch.Tensor))
     seen = {}
-    with patches.patched(patch_table.patches_of("cpu platform")):
+    with ExitStack() as put_back:
+        put_back.callback(patches.undo, patches.apply(patch_table.patches_of("cpu platform")))
         like = torch.ones(2, dtype=torch.bfloat16, device="cuda:0")
         seen["devices"] = {
             str(made.device)
@@ -54,7 +56,8 @@ def unequal_parts(rank, world_size):
 
     lengths = [2, 0, 3]
     rows = torch.arange(5.0).reshape(5, 1) * torch.ones(1, 4)
-    with process_group(rank, world_size), patches.patched(patch_table.patches_of("cpu platform")):
+    with process_group(rank, world_size), ExitStack() as put_back:
+        put_back.callback(patches.undo, patches.apply(patch_table.patches_of("cpu platform")))
         part = rows.split(lengths)[rank]
         group = dist.group.WORLD
         gathered = mappings.gather_from_sequence_parallel_region(part, True, group, lengths)

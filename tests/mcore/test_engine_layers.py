@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from itertools import product
 
 import pytest
@@ -24,7 +25,8 @@ def delayed_as_autograd(_rank: int, _world_size: int, version: str, dtype: torch
     with on_cpu(version, True):
         from megatron_vp.mcore import patch_table, patches
 
-        with patches.patched(patch_table.patches_of("cpu platform")):
+        with ExitStack() as put_back:
+            put_back.callback(patches.undo, patches.apply(patch_table.patches_of("cpu platform")))
             import transformer_engine.pytorch as te
 
             kinds = (te.Linear, te.LayerNormLinear, te.GroupedLinear)

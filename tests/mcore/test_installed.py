@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -100,7 +101,8 @@ def test_our_product_stands_in_for_apexs(dtype):
     main_grad = torch.ones(4, 5)
     expected = 1 + gradient.flatten(0, 1).double().t() @ rows.flatten(0, 1).double()
     assert not hasattr(layers, "fused_weight_gradient_mlp_cuda") and not layers._grad_accum_fusion_available
-    with patches.patched(patch_table.patches_of("no fused accumulation")):
+    with ExitStack() as put_back:
+        put_back.callback(patches.undo, patches.apply(patch_table.patches_of("no fused accumulation")))
         assert layers._grad_accum_fusion_available
         layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(rows, gradient, main_grad)
     assert not hasattr(layers, "fused_weight_gradient_mlp_cuda")
@@ -219,13 +221,6 @@ LAYOUT = ["--pipeline-model-parallel-layout", "Et|" + "tt|" * 14 + "tttL"]
 UNEVEN = ["--pipeline-schedule", "v-half", "--untie-embeddings-and-output-weights", *RECOMPUTED, *LAYOUT]
 
 
-def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
-    even = [*UNEVEN[:-2], *FP8, "delayed"]
-    assert answered(CONFIGS[0], *even, "--nodes", "te=2.16.0")[0] == 0, "it loads its scales without the variable"
-    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
-    assert answered(CONFIGS[0], *even, "--nodes", THERE)[0] == 0
-
-
 @pytest.mark.parametrize(
     ("nodes", "given", "line"),
     [
@@ -240,7 +235,6 @@ def test_delayed_scaling_starts_where_it_can_go_on(answered, monkeypatch):
             "graphs are captured only once, for a fixed number of microbatches",
         ),
         (THERE, ["--mtp-num-layers", "2", "--mtp-use-repeated-layer"], "add --no-gradient-accumulation-fusion"),
-        (THERE, [*OURS, *FP8, "delayed"], "loads the scaling factors only if NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1"),
         (THERE, [*OURS, *FP8, "custom"], "--fp8-recipe custom is not supported"),
         ("te=2.16.0", [*UNEVEN, *FP8, "delayed"], "chunks have different numbers of layers"),
     ],

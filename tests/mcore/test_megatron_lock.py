@@ -75,7 +75,7 @@ def test_a_symbol_must_accept_our_calls_or_be_as_recorded(library, monkeypatch, 
     problems = megatron_lock.changed_symbols()
     assert (problems == []) == fits
     for problem in problems:
-        assert str(problem).startswith(f"library:{path} does not fit megatron_vp: expected ")
+        assert problem.startswith(f"library:{path} does not fit megatron_vp: expected ")
 
 
 def test_a_patched_symbol_is_judged_by_its_original(library, monkeypatch):
@@ -105,5 +105,4 @@ def test_an_option_that_the_installed_megatron_lacks_is_named(monkeypatch):
     lacking = parser(without={"async_save"})
     monkeypatch.setattr(arguments, "add_megatron_arguments", lambda given: lacking)
     (problem,) = megatron_lock.missing_options()
-    assert str(problem).startswith("the argument 'async_save' does not fit megatron_vp: expected an option")
-    assert any(place.startswith("megatron_vp/") for place in megatron_lock.places_of(problem.target))
+    assert problem.startswith("the argument 'async_save' does not fit megatron_vp: expected an option")

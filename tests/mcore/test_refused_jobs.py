@@ -14,7 +14,7 @@ VP = {"pipeline_model_parallel_size": 4, "vocab_parallel": True}
 EVERYWHERE = [
     (
         {**VP, "freeze_all_layers": True, "ckpt_format": "torch", "save": "there", "save_interval": 1},
-        r"2 reasons: \(1\) .*; \(2\) ",
+        "--vocab-parallel with --freeze-all-layers",
     ),
     ({"pipeline_model_parallel_size": 3, "num_layers": 3}, "AssertionError: world size "),
     ({**VP, "mock_data": None, "data_path": "no/such/data", "split": "1,0,0"}, ".*no/such/data"),

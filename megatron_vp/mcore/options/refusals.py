@@ -10,12 +10,13 @@ import math
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megatron.core.utils import get_te_version, is_te_min_version
 
-from megatron_vp.errors import Reasons, Refused, UserError
+from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, ONE_QUEUE, TWO_BATCHES
 from megatron_vp.jobs.known_options import Arguments, out_of_range
@@ -30,11 +31,6 @@ from megatron_vp.mcore.reports.job_partition import iterations_in
 from megatron_vp.mcore.settled import ROLES, process, run_settings
 from megatron_vp.mcore.storage.optimizer_state import one_way
 from megatron_vp.schedule import DEFAULT_SCHEDULE, PassKind, Placement, Schedule, VocabMethod
-
-UNSAFE_STATE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-"""The environment variable that lets Transformer Engine load the state of delayed scaling."""
-FIRST_WITHOUT_PICKLES = "2.16.1"
-"""The first version of Transformer Engine that refuses to load this state unless the variable is 1."""
 
 
 def _mtp_rank_holds_rows(a: Arguments) -> bool:
@@ -90,11 +86,6 @@ def _faults(a: Arguments, words: Mapping[str, Any]) -> dict[str, Any]:
         "offloaded_chunks": a.offload_chunks.isdecimal() and int(a.offload_chunks) > chunks,
         "one_stage": ours and a.pipeline_model_parallel_size < 2,
         "old_engine": _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
-        "delayed_scaling": a.fp8
-        and a.fp8_recipe == "delayed"
-        and (a.save or a.load)
-        and is_te_min_version(FIRST_WITHOUT_PICKLES)
-        and os.environ.get(UNSAFE_STATE) != "1",
         "algorithm_alone": not a.vocab_parallel and "vocab_parallel_algorithm" in process.words.options,
         "shards_alone": not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
         "even_alone": a.vocab_rows is not None and needs_even_shards(settings),
@@ -202,13 +193,10 @@ def _said(a: Arguments, warnings: bool) -> Iterator[str]:
 
 
 def refuse(args: Arguments) -> None:
-    """Raise one UserError that lists every option and combination that excludes a run with validated arguments."""
-    reasons, found = Reasons(), _words(args)
-    with reasons.collected():
-        _refuse(message.format_map(found) for message in _said(args, warnings=False))
-    with reasons.collected():
-        _refuse(REFUSALS[name].format_map(found) for name, applies in _faults(args, found).items() if applies)
-    reasons.refuse()
+    """Raise UserError for the first option or combination that excludes a run with validated arguments."""
+    words = _words(args)
+    combined = (REFUSALS[name] for name, applies in _faults(args, words).items() if applies)
+    _refuse(message.format_map(words) for message in chain(_said(args, warnings=False), combined))
 
 
 def warnings_of(args: Arguments) -> tuple[str, ...]:
@@ -227,8 +215,8 @@ def warnings_of(args: Arguments) -> tuple[str, ...]:
 
 
 def check_given(args: Arguments) -> None:
-    """Raise a UserError that lists the sizes in parsed arguments that are out of range, other infinite numbers, and
-    flags that are meant to replace the data or the batch size of a configuration file but clash with it.
+    """Raise UserError for a size in parsed arguments that is out of range, for another infinite number, and for flags
+    that are meant to replace the data or the batch size of a configuration file but clash with it.
     """
     iterations_in(args.pipeline_trace_iterations)
     _refuse(f"{option_of(name)} {fault}" for name, value in vars(args).items() if (fault := out_of_range(name, value)))
@@ -238,8 +226,8 @@ def check_given(args: Arguments) -> None:
 
 
 def _refuse(reasons: Iterable[str]) -> None:
-    if refused := list(reasons):
-        raise Refused(refused)
+    for reason in reasons:
+        raise UserError(reason)
 
 
 MOCK_DATA = (
@@ -249,7 +237,7 @@ MOCK_DATA = (
 
 
 def refuse_script_options(args: Arguments) -> None:
-    """Raise a UserError that names all options in `args` that `pretrain_gpt_vp.py` does not implement."""
+    """Raise UserError for an option in `args` that `pretrain_gpt_vp.py` does not implement."""
     values = values_of(args)
     of_script = (option for option in OPTIONS if option.run == "our script")
     _refuse(option.message(called, "") for option in of_script if (called := option.found(values)))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from megatron_vp.cost.layers.job_plan import default_schedule
-from megatron_vp.errors import Reasons, UserError
+from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import even_layers
@@ -58,8 +57,7 @@ def settled_from_flags(
 def settled_job(
     given: Arguments, validated: Callable[[Arguments], Arguments] | None = None, files: bool = False
 ) -> SettledJob:
-    """Choose what a job leaves open, and check the job. Raises UserError for a job that cannot work; the message lists
-    every reason found.
+    """Choose what a job leaves open, and check the job. Raises UserError for a job that cannot work.
 
     validated: writes the choices into Megatron's arguments, and lets Megatron validate them; None if Megatron has
         validated the model's configuration and made the process groups already.
@@ -75,9 +73,7 @@ def settled_job(
     _refuse_numbers_of_chunks(given, settings)
 
     # 2. Make our choices.
-    reasons, shards, checkpoint = Reasons(), ChosenRows(), None
-    with reasons.collected():
-        shards = choose_rows(given, settings, prediction)
+    shards = choose_rows(given, settings, prediction)
     args = given | _choices(given, settings, shards)
     order = choose_order(args, settings, prediction)
     if args.activation_limit is not None:
@@ -85,25 +81,14 @@ def settled_job(
         args |= {"schedule_shape": settings.family.shape}
 
     # 3. Let Megatron validate.
-    valid = False
-    with reasons.collected():
-        args, valid = args if validated is None else validated(args), True
-    if not valid:  # The code below needs the arguments that Megatron derives.
-        reasons.refuse()
+    if validated is not None:
+        args = validated(args)
 
     # 4. Apply our refusals.
-    checks: tuple[Callable[[Arguments], None], ...] = (
-        refuse,
-        partial(check_rows, prediction=prediction),
-        partial(check_host_room, settings=settings, prediction=prediction),
-    )
-    for check in checks:
-        with reasons.collected():
-            check(args)
-    if files:
-        with reasons.collected():
-            checkpoint = check_files(args)
-    reasons.refuse()
+    refuse(args)
+    check_rows(args, prediction)
+    check_host_room(args, settings, prediction)
+    checkpoint = check_files(args) if files else None
     parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)
     warnings = warnings_of(args)
     return SettledJob(
@@ -147,17 +132,12 @@ def check_files(args: Arguments) -> str | None:
     Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError if any file or folder
     cannot be used.
     """
-    reasons, checkpoint = Reasons(), None
-    with reasons.collected():
-        check_conversations(args)
-    with reasons.collected():
-        checkpoint = check_checkpoint(args)
+    check_conversations(args)
+    checkpoint = check_checkpoint(args)
     written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]
     for option, folder in [*written, saves_to(args) or ("", None)]:
         if folder is not None and "://" not in folder:
-            with reasons.collected():
-                check_writable(option, folder)
-    reasons.refuse()
+            check_writable(option, folder)
     return checkpoint
 
 

@@ -6,6 +6,7 @@ loads optimizer state into other parameters. Files that are damaged or missing m
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,10 @@ from typing import Any
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_vp.errors import UserError, printable
-from megatron_vp.files import MIB, read_text
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.settled import run_settings
 from megatron_vp.mcore.storage.checkpoint_files import TRACKER
 from megatron_vp.mcore.storage.optimizer_state import check_optimizer
-
-NON_PERSISTENT = "non_persistent"
-"""Megatron's folder for non-persistent checkpoints, inside the folder of persistent checkpoints."""
 
 
 def check_checkpoint(args: Arguments) -> str | None:
@@ -33,55 +30,6 @@ def check_checkpoint(args: Arguments) -> str | None:
     format are not checked. An empty directory is accepted if the run also saves to it. Raises UserError if the
     checkpoint cannot be used.
     """
-    chosen = _chosen(args)
-    if chosen is None:
-        return None
-    _check(args, *chosen)
-    return str(chosen[0])
-
-
-def _check(args: Arguments, folder: Path, finetunes: bool) -> None:
-    if not any((folder / name).exists() for name in ("metadata.json", ".metadata")):
-        if not any(folder.glob("mp_rank_*")):
-            raise UserError(f"{folder} contains no checkpoint in Megatron's torch_dist format; {_others(folder)}")
-        # Megatron's older format has one file per rank, so ranks must hold the same layers as in plain Megatron.
-        if args.vocab_parallel or run_settings(args).places_chunks:
-            raise UserError(
-                f"{folder} is in Megatron's older torch format, which this run cannot load: convert it in a run that "
-                "has the checkpoint's parallel sizes but neither --vocab-parallel nor --pipeline-schedule "
-                "(--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load the result"
-            )
-        return
-    common = _common_state(folder)
-    written_by = common.get("args")
-    if written_by is None:
-        return
-    untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
-    if untied and not args.untie_embeddings_and_output_weights:  # Megatron would silently ignore the output layer.
-        raise UserError(
-            f"the checkpoint {folder} has an untied output layer, which the tied model of this run would ignore: add "
-            "--untie-embeddings-and-output-weights"
-        )
-    if finetunes or folder.name == "release":
-        return
-    # Megatron cannot load a checkpoint without its random states, but would still exit with status 0.
-    stateless = getattr(written_by, "inference_rng_tracker", False) and not getattr(written_by, "no_save_rng", False)
-    if stateless and not args.no_load_rng:
-        raise UserError(
-            f"the checkpoint {folder} was written with --inference-rng-tracker, so it contains no random states that "
-            "Megatron can load: add --no-load-rng"
-        )
-    if not (args.no_load_optim or args.skip_train):
-        check_optimizer(args, written_by, common, folder)
-
-
-def _chosen(args: Arguments) -> tuple[Path, bool] | None:
-    """Return the directory of the iteration that Megatron will load, and whether the run finetunes from this iteration;
-    None if the run starts from scratch or the checkpoint is not checked.
-
-    Megatron loads `--pretrained-checkpoint` if the `--load` folder has no tracker file. If there is also a
-    non-persistent checkpoint, Megatron loads it unless the persistent one is newer.
-    """
     option, load, finetunes = "--load", args.load, args.finetune
     if any("://" in str(place) for place in (load, args.pretrained_checkpoint, args.non_persistent_global_ckpt_dir)):
         return None
@@ -89,15 +37,24 @@ def _chosen(args: Arguments) -> tuple[Path, bool] | None:
         option, load, finetunes = "--pretrained-checkpoint", args.pretrained_checkpoint, True
     if load is None or args.non_persistent_ckpt_type == "local":
         return None
-    load = Path(load)
-    fleeting = Path(args.non_persistent_global_ckpt_dir or load / NON_PERSISTENT)
-    named = args.ckpt_step is not None and (option == "--load" or (load / TRACKER).is_file())
-    saved = [_last(fleeting) if args.non_persistent_ckpt_type == "global" else None]
-    saved += [load / f"iter_{args.ckpt_step:07d}" if named else _last(load)]
-    if found := max(filter(None, saved), key=_number, default=None):
-        return found, finetunes
+    folder: Path | None = Path(load) / TRACKER
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns about reads by a single process, which are intended here.
+            folder = _chosen(load, args)
+            common = _common_state(folder, args)
+    except UserError:
+        raise
+    except (Exception, SystemExit, CheckpointException) as error:  # Not all of them derive from Exception.
+        fault = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
+        said = printable(str(fault)) or "it contains no number of an iteration"
+        raise UserError(f"cannot read {folder}: {said}; {_others(folder)}") from error
+    if folder is not None:
+        if common:
+            _check(args, common, folder, finetunes or folder.name == "release")
+        return str(folder)
     to_load = option == "--load"
-    if to_load and args.save is not None and Path(args.save) == load and not args.exit_on_missing_checkpoint:
+    if to_load and args.save is not None and Path(args.save) == Path(load) and not args.exit_on_missing_checkpoint:
         return None  # The first attempt of a run that resumes later.
     then = "; for a new run that saves to this directory, keep --load and set --save to it" * to_load
     raise UserError(
@@ -106,39 +63,49 @@ def _chosen(args: Arguments) -> tuple[Path, bool] | None:
     )
 
 
-def _last(folder: Path) -> Path | None:
-    """Return the directory of the last iteration that was saved to a folder; None if the folder has no tracker file."""
-    tracker = folder / TRACKER
-    if not tracker.is_file():
-        return None
-    said = read_text(tracker, "the tracker file", MIB, errors="replace").strip()
-    if said == "release":
-        return folder / said
-    if not (said.isdecimal() and len(said) < 20):
-        raise UserError(
-            f"{tracker} is corrupt: it contains {said[:80]!r} instead of an iteration number; "
-            f"{_others(folder / 'iter_')}"
-        )
-    return folder / f"iter_{int(said):07d}"
+def _chosen(load: str, args: Arguments) -> Path | None:
+    """Return the directory of the iteration that Megatron loads, as its `_load_base_checkpoint` chooses it."""
+    from megatron.training.checkpointing import _get_non_persistent_iteration, get_checkpoint_name, read_metadata
+
+    fleeting = args.non_persistent_global_ckpt_dir or os.path.join(load, "non_persistent")
+    newest, tracker = _get_non_persistent_iteration(fleeting, args), Path(load) / TRACKER
+    iteration, release = read_metadata(tracker) if tracker.is_file() else (-1, False)
+    iteration = args.ckpt_step or iteration
+    if newest >= max(iteration, 0):
+        return Path(get_checkpoint_name(fleeting, newest, return_base_dir=True))
+    return None if iteration < 0 else Path(get_checkpoint_name(load, iteration, release, return_base_dir=True))
 
 
-def _number(folder: Path) -> int:
-    return 0 if folder.name == "release" else int(folder.name.removeprefix("iter_"))
-
-
-def _common_state(folder: Path) -> dict[str, Any]:
-    """Read a checkpoint without its tensors. The result has the writing run's arguments and optimizer settings."""
+def _common_state(folder: Path | None, args: Arguments) -> dict[str, Any] | None:
+    """Read a checkpoint without its tensors. The result has the writing run's arguments and optimizer settings. None
+    without a checkpoint, and for Megatron's older format.
+    """
     from megatron.core.dist_checkpointing import load_common_state_dict
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns about reads by a single process, which are intended here.
-        try:
-            return load_common_state_dict(str(folder))
-        except (Exception, CheckpointException) as error:  # The latter does not derive from Exception.
-            fault = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-            raise UserError(
-                f"the checkpoint {folder} is corrupt ({printable(str(fault))}); {_others(folder)}"
-            ) from error
+    if folder is None:
+        return None
+    if not any(folder.glob("mp_rank_*")):
+        return load_common_state_dict(str(folder))
+    # Megatron's older format has one file per rank, so ranks must hold the same layers as in plain Megatron.
+    if args.vocab_parallel or run_settings(args).places_chunks:
+        raise UserError(
+            f"{folder} is in Megatron's older torch format, which this run cannot load: convert it in a run that "
+            "has the checkpoint's parallel sizes but neither --vocab-parallel nor --pipeline-schedule "
+            "(--ckpt-format torch --ckpt-convert-format torch_dist --ckpt-convert-save DIR), and load the result"
+        )
+    return None
+
+
+def _check(args: Arguments, common: dict[str, Any], folder: Path, finetunes: bool) -> None:
+    written_by = common.get("args")
+    untied = getattr(written_by, "untie_embeddings_and_output_weights", False)
+    if untied and not args.untie_embeddings_and_output_weights:  # Megatron would silently ignore the output layer.
+        raise UserError(
+            f"the checkpoint {folder} has an untied output layer, which the tied model of this run would ignore: add "
+            "--untie-embeddings-and-output-weights"
+        )
+    if written_by is not None and not (finetunes or args.no_load_optim or args.skip_train):
+        check_optimizer(args, written_by, common, folder)
 
 
 def _others(folder: Path) -> str:

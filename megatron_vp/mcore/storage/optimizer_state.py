@@ -18,18 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.settled import ROLES
 from megatron_vp.schedule import Placement
 
-_RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
-
 
 def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dict[str, Any], folder: Path) -> None:
     """Raise UserError if Megatron would load optimizer state into the wrong parameters, as it does if the state is in
-    the distributed optimizer's default format and this run splits the model differently, or if Megatron would not find
-    the parameters' groups.
+    the distributed optimizer's default format and this run splits the model differently.
 
     args: this run's arguments, validated by Megatron.
     written_by: the arguments of the run that wrote the checkpoint.
@@ -45,14 +41,6 @@ def check_optimizer(args: Arguments, written_by: argparse.Namespace, common: dic
             f"and is {asked[name]} in this run: give the old value, and save with --dist-ckpt-optim-fully-reshardable "
             "for other splits, or add --no-load-optim to start with a fresh optimizer"
         )
-    for name in _RATES:
-        there, here = getattr(written_by, name, None), getattr(args, name, None)
-        if there != here:
-            raise UserError(
-                f"{option_of(name)} was {there or 'not set'} in the run that wrote {folder} and is {here or 'not set'} "
-                "in this run, and Megatron matches groups of parameters by it: give the old value, or add "
-                "--no-load-optim to start with a fresh optimizer"
-            )
 
 
 def one_way(args: Arguments) -> str | None:
