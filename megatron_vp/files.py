@@ -1,4 +1,4 @@
-"""Reads files without waiting for pipes that have no writer, and writes files completely or not at all."""
+"""Reads text files, and writes files completely or not at all."""
 
 from __future__ import annotations
 
@@ -19,15 +19,11 @@ MIB = 2**20
 def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = "strict") -> str:
     """Read the file at `path` as UTF-8 text, and drop a leading byte order mark.
 
-    `what` names the file in error messages, and `errors` is passed to `bytes.decode`. A pipe that has a writer is read
-    to its end. Raises UserError for files that cannot be read, are not text or exceed `most` bytes, and for a pipe
-    without a writer.
+    `what` names the file in error messages, and `errors` is passed to `bytes.decode`. Raises UserError for files that
+    cannot be read, are not text or exceed `most` bytes.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer, perhaps forever.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            os.set_blocking(file.fileno(), True)
-            is_pipe = stat.S_ISFIFO(os.fstat(file.fileno()).st_mode)
+        with open(path, "rb") as file:
             data = file.read(most + 1)
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {error.strerror}") from error
@@ -36,8 +32,6 @@ def read_text(path: str | os.PathLike[str], what: str, most: int, errors: str = 
             f"cannot read {what} {path}: it is larger than {most // MIB} MiB, so it is probably the wrong file; check "
             "the path"
         )
-    if is_pipe and not data:
-        raise UserError(f"cannot read {what} {path}: it is a pipe without a writer")
     try:
         return data.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:

@@ -28,7 +28,6 @@ KINDS = {
     "a device without end": (lambda path: path.symlink_to("/dev/zero"), "it is larger than 1 MiB"),
     "a file of two GB": (_sparse, "it is larger than 1 MiB"),
     "a binary": (lambda path: path.write_bytes(b"\x7fELF\xff\xfe"), "it is not UTF-8 text"),
-    "a pipe without a writer": (os.mkfifo, "it is a pipe without a writer"),
     "nothing": (lambda path: None, "No such file"),
 }
 

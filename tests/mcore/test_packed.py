@@ -20,8 +20,6 @@ import pytest
 import torch
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.storage.dataset import check_conversations
 from megatron_vp.mcore.training.capture import check_packed
 from megatron_vp.runtime.buffers import Shapes
 from tests.harness.ranks import run_ranks
@@ -252,22 +250,6 @@ def test_conversations_train_as_in_plain_megatron(conversations, ranks, size, me
     tokens = [count for step in plain.steps for _, count in step.microbatches]
     assert max(tokens) < 256  # prompts and padding count in no loss
     assert_equal(ours, plain, FP32)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ('{"messages": [{"role": "system", "content": "be brief"}]}', None),
-        ('{"text": "no conversation"}', "the first line of .* is not a conversation, but --sft needs"),
-        ('{"messages": ["be brief"]}', "is not a conversation"),
-        ("be brief", "is not a conversation"),
-    ],
-)
-def test_a_file_without_conversations_is_refused(tmp_path, line, said):
-    path = tmp_path / "talks.jsonl"
-    path.write_text(f"{line}\n")
-    with pytest.raises(UserError, match=said) if said else nullcontext():
-        check_conversations(Arguments.given({"sft": True, "data_path": [str(path)]}))
 
 
 def captured(**changes: object) -> SimpleNamespace:

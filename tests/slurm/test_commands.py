@@ -40,7 +40,7 @@ def test_dry_run_prints_what_would_be_submitted(said):
     job, *_, checkpoints, command = printed.splitlines()
     assert status == 0
     assert job == "4 nodes x 8 ranks; 32 ranks = 8 pipeline x 4 data; 128 microbatches; 1f1b, vocab-2"
-    assert checkpoints == "the job saves to runs/llama3_8b/checkpoints, and starts at iteration 0 of 100000"
+    assert checkpoints == "the job saves to runs/llama3_8b/checkpoints, and resumes from there"
     assert shlex.split(command) == [
         *("sbatch", "--nodes=4", "--gpus-per-node=8", "--job-name=llama3_8b"),
         *(f"--export=ALL,MEGATRON_VP_PYTHON={sys.executable}", "--time=1:00:00", "--qos=high"),
@@ -207,5 +207,5 @@ def test_a_check_of_a_node_names_it(said, tmp_path, monkeypatch):
     (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("40")
     status, printed, _ = said(*words)
     assert status == 0
-    assert "continues from iteration 40 of 100000" in printed
+    assert f"the job saves to {tmp_path / 'save'}, and resumes from there" in printed
     assert f"megatron-core: {patches.installed_version()}" in printed

@@ -25,7 +25,6 @@ from megatron_vp.mcore.platform.installed import parts_of_job
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, process, run_settings
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
-from megatron_vp.mcore.storage.dataset import check_conversations
 from megatron_vp.mcore.storage.save_folder import saves_to
 from megatron_vp.schedule import DEFAULT_SCHEDULE
 
@@ -127,12 +126,11 @@ _FOLDERS = ("save", "tensorboard_dir", "rank_report", "pipeline_trace")
 
 
 def check_files(args: Arguments) -> str | None:
-    """Check the conversations, the checkpoint and the output folders that validated arguments name. Creates nothing.
+    """Check the checkpoint and the output folders that validated arguments name. Creates nothing.
 
     Returns the directory of the checkpoint to load, as `check_checkpoint` does. Raises UserError if any file or folder
     cannot be used.
     """
-    check_conversations(args)
     checkpoint = check_checkpoint(args)
     written = [("--" + name.replace("_", "-"), getattr(args, name)) for name in _FOLDERS]
     for option, folder in [*written, saves_to(args) or ("", None)]:

@@ -13,7 +13,6 @@ import gc
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from megatron_vp.errors import UserError
@@ -21,15 +20,14 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore import patch_table, patches, settled
 from megatron_vp.mcore.settled import ROLES, OwnLoop, SettledJob, Words, run_settings
-from megatron_vp.mcore.start.launch import patch_megatron, refuse
+from megatron_vp.mcore.start.launch import patch_megatron
 
 
 class Handle:
     """The handle that `megatron_vp.enable` returns."""
 
-    def __init__(self, before: Sequence[patches.Patch], hook: Any) -> None:
+    def __init__(self, before: Sequence[patches.Patch]) -> None:
         self._before = {patch.target for patch in before}
-        self._hook = hook
 
     def disable(self) -> None:
         """Undo the call of `megatron_vp.enable` and restore Megatron. Models built after that call can no longer be
@@ -38,7 +36,6 @@ class Handle:
         patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
         settled.begin()
         settled.note(own_loop=None)
-        sys.excepthook = self._hook
 
 
 def enable(settings: Mapping[str, Any]) -> Handle:
@@ -47,8 +44,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
         raise UserError(
             "megatron_vp.enable was called twice: call disable() on the first call's handle before the second call"
         )
-    before, hook = patches.in_force(), sys.excepthook
-    handle = Handle(before, hook)
+    handle = Handle(patches.in_force())
     try:
         # The script's own command line is not read here, because it can contain arguments that Megatron does not know.
         patch_megatron([""])
@@ -66,8 +62,6 @@ def enable(settings: Mapping[str, Any]) -> Handle:
     except UserError:
         handle.disable()
         raise
-    finally:
-        sys.excepthook = _hook(hook)
     return handle
 
 
@@ -83,15 +77,6 @@ def _require_no_model() -> None:
             f"megatron_vp.enable was called after this script had built a {min(kind.__name__ for kind in built)}: call "
             f"it before the script builds a model, ideally in its first lines"
         )
-
-
-def _hook(before: Any) -> Any:
-    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, UserError):
-            refuse(str(error), 2)
-        before(kind, error, trace)
-
-    return report
 
 
 _OF_THE_SCRIPT = {"eval_interval": 1, "micro_batch_size": 1}
@@ -170,12 +155,6 @@ def _described(called: Arguments, settings: Mapping[str, Any], model: Mapping[st
         raise UserError(
             f"vocab_shards={job.vocab_shards!r} may move layers, but this script places the layers itself: use "
             "'even', or one number of rows for each pipeline rank"
-        )
-    if config.pipeline_model_parallel_size != job.pipeline_model_parallel_size:
-        raise UserError(
-            f"the model's configuration has pipeline_model_parallel_size={config.pipeline_model_parallel_size}, but "
-            f"Megatron's process groups have {job.pipeline_model_parallel_size} pipeline ranks: use the same size in "
-            "both"
         )
     run, chunks = run_settings(job), job.virtual_pipeline_model_parallel_size or 1
     needed = run.family.chunks

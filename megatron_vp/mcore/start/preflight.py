@@ -22,7 +22,6 @@ from megatron_vp.mcore.platform import environment, installed
 from megatron_vp.mcore.platform.pretend_gpu import assumed_nodes, assumptions, pretend_engine, pretend_gpu
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.start.launch import as_one_line
-from megatron_vp.mcore.storage.checkpoint_files import last_checkpoint
 
 
 def check_job(
@@ -151,10 +150,7 @@ def describe_job(job: SettledJob, ranks: int) -> list[str]:
     if args.save != args.load:
         said = f"--save is {args.save} but --load is {args.load or 'not given'}: a stopped job does not resume"
         return [*lines, said]
-    reached = last_checkpoint(args.save)
-    start = f"continues from iteration {reached}" if reached else "starts at iteration 0"
-    end = f"of {args.train_iters}" if args.train_iters else f"and ends after {args.train_samples} samples"
-    return [*lines, f"the job saves to {args.save}, and {start} {end}"]
+    return [*lines, f"the job saves to {args.save}, and resumes from there"]
 
 
 @contextmanager

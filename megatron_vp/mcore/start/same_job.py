@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import torch
 
 import megatron_vp
 from megatron_vp.errors import PeerLost, UserError
-from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.resolved import plain
 from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
@@ -44,30 +43,29 @@ argument is a list, ranks also compare its length and the numbers in it, such as
 
 
 def facts(
-    arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Mapping[str, str] | None = None
-) -> dict[str, dict[str, str]]:
-    """Return a rank's description of its job: a dictionary with the keys "alike" and "given".
+    arguments: Mapping[str, Any], parts: Mapping[str, str] | None = None, given: Iterable[str] = ()
+) -> dict[str, str]:
+    """Return texts by name that must be equal on all ranks.
 
-    "alike" maps names to texts that must be equal on all ranks. It contains the versions of packages, a fingerprint of
-    our code, and the job's arguments, including those that Megatron and this plug-in derive. "given" is a copy of the
-    argument `given`.
+    They describe the job's arguments, including those that Megatron and this plug-in derive, the versions of packages,
+    and our code.
 
     Args:
         arguments: values by name; names that begin with an underscore are left out.
         parts: the implementation of each part of the job.
-        given: the options that the run was given, by argument name.
+        given: the names of arguments that the run was given. They come first, because arguments derived from them may
+            differ as well.
     """
     alike = {
-        name: _place(value) if _PLACE.search(name) else str(plain(value))
-        for name, value in arguments.items()
-        if name not in OF_A_RANK and not name.startswith("_")
+        name: _place(arguments[name]) if _PLACE.search(name) else str(plain(arguments[name]))
+        for name in (*given, *arguments)
+        if name in arguments and name not in OF_A_RANK and not name.startswith("_")
     }
     if ShardChoice.parse(arguments.get("vocab_shards")).folder is not None:
         alike["vocab_shards"] = "measured:DIR"  # Instead of the folders, the `vocab_rows` read from them are compared.
     parts = {f"the implementation of the {part}": who for part, who in (parts or {}).items()}
     software = {f"the version of {package}": str(found) for package, found in versions().items()}
-    ours = {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
-    return {"alike": alike | parts | software | ours, "given": dict(given or {})}
+    return alike | parts | software | {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
 
 
 def _place(value: Any) -> str:
@@ -85,19 +83,12 @@ def code(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def difference(first: dict[str, dict[str, str]], own: dict[str, dict[str, str]], rank: int) -> str:
+def difference(first: dict[str, str], own: dict[str, str], rank: int) -> str:
     """Describe the first argument in which `rank` differs from rank 0: its name, and both values. Returns "" if all
-    arguments are equal, as when only one rank states a default. Options that were given are compared first, because
-    arguments derived from them may differ as well.
+    arguments are equal.
     """
-    given = first["given"] | own["given"]
-    here, there = first["alike"], own["alike"]
-    name = next((name for name in (*given, *here, *there) if here.get(name) != there.get(name)), None)
-    if name is None:
-        return ""
-    option = given.get(name, name)
-    called = option if option in (name, option_of(name)) else f"{name} ({option})"
-    return f"{called} is {here.get(name)} on rank 0, {there.get(name)} on rank {rank}"
+    name = next((name for name in own | first if first.get(name) != own.get(name)), None)
+    return "" if name is None else f"{name} is {first.get(name)} on rank 0, {own.get(name)} on rank {rank}"
 
 
 def require_same_job(job: SettledJob) -> None:
@@ -138,7 +129,7 @@ def _with_the_same_job(original: Callable[..., None]) -> Callable[..., None]:
     return initialize_distributed
 
 
-def compare(own: dict[str, dict[str, str]], seconds: float) -> None:
+def compare(own: dict[str, str], seconds: float) -> None:
     """Compare `own`, the result of `facts`, between all ranks, and wait for each of them for `seconds`.
 
     Raises as `require_same_job` does.

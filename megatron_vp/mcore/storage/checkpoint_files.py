@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.storage import attempt, save_folder
+from megatron_vp.mcore.storage import attempt
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -42,7 +42,6 @@ class _Files:
         opened = self._original.open
         if mode != "w" or os.path.basename(path) != TRACKER:
             return opened(path, mode, *args, **kwargs)
-        save_folder.check_claim()
         return _noted(_replaced(path) if opened is builtins.open else opened(path, mode, *args, **kwargs))
 
 
@@ -88,12 +87,3 @@ def _without_padding(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
 
     return sharded_param_state
-
-
-def last_checkpoint(folder: str | os.PathLike[str]) -> int:
-    """The iteration that the tracker file in `folder` names; 0 if it names none."""
-    tracker = Path(folder) / TRACKER
-    try:
-        return int(tracker.read_text())
-    except (OSError, ValueError):
-        return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -162,26 +161,6 @@ def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path
                 builder.add_document([*encoding.ids, end_id], [len(encoding.ids) + 1])
         builder.finalize(f"{prefix}.idx")
     return len(builder.sequence_lengths), sum(builder.sequence_lengths)
-
-
-def check_conversations(args: Arguments) -> None:
-    """Raise UserError if, with --sft, the first line of a file is not a conversation that Megatron's `SFTDataset` can
-    read, which training would find out in its first iteration. Megatron checks other data when it opens them.
-    """
-    from megatron.training.utils import get_blend_and_blend_per_split
-
-    blend, by_split = get_blend_and_blend_per_split(args) if args.sft else (None, None)
-    for path in (path for part in (blend, *(by_split or ())) if part for path in part[0]):
-        try:
-            with open(path, encoding="utf-8") as file:
-                fits = all({"role", "content"} <= message.keys() for message in json.loads(file.readline())["messages"])
-        except (ValueError, KeyError, TypeError, AttributeError):
-            fits = False
-        if not fits:
-            raise UserError(
-                f"the first line of {path} is not a conversation, but --sft needs a conversation on every line: write "
-                'each line in the form {"messages": [{"role": "system", "content": "..."}, ...]}'
-            )
 
 
 def _not_without_tokens(original: Callable[..., int]) -> Callable[..., int]:

@@ -17,7 +17,6 @@ import re
 import socket
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,6 @@ class SaveFolder:
 
     def _is_locked(self) -> bool:
         """Try to lock the file. Returns False if the path does not lead to this file any more."""
-        opens = self._descriptor is None
         if self._descriptor is None:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
@@ -87,9 +85,7 @@ class SaveFolder:
             same = os.path.samestat(os.fstat(self._descriptor), self._path.lstat())
         except FileNotFoundError:
             return False
-        if same and opens:
-            with suppress(PermissionError):  # All who may write to the folder may lock it, too.
-                os.fchmod(self._descriptor, self._path.parent.stat().st_mode & 0o666)
+        if same:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, _own_name().encode(), 0)
         return same
@@ -148,12 +144,6 @@ def agreed(act: Callable[[], Any]) -> Any:
     if said[1] is not None:
         raise UserError(said[1])
     return said[0]
-
-
-def check_claim() -> None:
-    """On rank 0, raise UserError if another run has taken over this run's folder."""
-    if _claimed is not None:
-        _claimed.check()
 
 
 def _only_where_claimed(original: Callable[..., Any]) -> Callable[..., Any]:
