@@ -1,16 +1,11 @@
 """Measure the gain of assigned shards, with real processes and communication but sleeping passes.
 
-    python benchmarks/sleeping_balance.py slow-rank [--ranks 4] [--slower 0.05]
-    python benchmarks/sleeping_balance.py layers [--layers 7] [--ranks 4]
+    python benchmarks/sleeping_balance.py [--layers 7] [--ranks 4]
 
 A sleeping rank needs no core, so eight ranks fit on two cores. Messages, collectives, the second stream and bookkeeping
 are the runtime's own. The best iteration counts, because other work on the machine can only add time.
 
-`slow-rank`: one rank takes longer for all its passes. A first run with even shards records its pass times. A
-second run has the rows that `--vocab-shards measured:DIR` derives from them. Both are compared with a run in which all
-ranks are equally fast and have the same total speed.
-
-`layers`: the model has a large vocabulary, and layers that the ranks cannot share equally. The lengths of passes are in
+The model has a large vocabulary, and layers that the ranks cannot share equally. The lengths of passes are in
 the proportions of a real training on two cores (`cpu_balance.py`). The output gives the times of the best layout with
 whole vocabulary layers, of even shards and of balanced shards, relative to the bound: max(ceil(L / p), (L + v) / p)
 layers for each microbatch, plus fill and drain of the pipeline, where v is the work of the vocabulary in layers.
@@ -26,12 +21,11 @@ import platform
 import socket
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, combinations, pairwise
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -42,18 +36,9 @@ from sleeping import SHAPES, SleepingModel, sleeping_layers
 from sleeping_device import DEVICES
 
 from megatron_vp.cost.planning.layer_division import divisions, fill
-from megatron_vp.cost.planning.measured_rows import refilled
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.pipeline import Pipeline
-from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.runtime.trace_writer import PipelineTrace
 from megatron_vp.schedule import Placement, StageCosts, generate, lower, simulate
-from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.trace.partition import Partition
-from megatron_vp.trace.rank_files import RankTrace, read_traces
-
-LENGTHS = {"F": 40.0, "B": 80.0, "S": 10.0, "T": 10.0, "IF": 2.0, "IB": 2.0}
-"""The milliseconds of a rank's passes in `slow-rank`; the vocabulary is a sixth of the work."""
 
 VOCABULARY = 16384
 
@@ -87,19 +72,17 @@ def stage_costs(
     return StageCosts(forward, tuple(backward), (0.0,) * len(forward), **passes)
 
 
-def measure(run: Run, options: argparse.Namespace, folder: Path | None = None) -> float:
-    """Run in separate processes, and return the seconds of the best iteration; traces of iterations are written to
-    `folder`.
-    """
+def measure(run: Run, options: argparse.Namespace) -> float:
+    """Run in separate processes, and return the seconds of the best iteration."""
     with socket.socket() as probe, tempfile.TemporaryDirectory() as result:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        multiprocessing.spawn(_rank, (run, options, port, folder, result), nprocs=len(run.costs.F))
+        multiprocessing.spawn(_rank, (run, options, port, result), nprocs=len(run.costs.F))
         return json.loads((Path(result) / "seconds.json").read_text())
 
 
-def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: Path | None, result: str) -> None:
+def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, result: str) -> None:
     # As in `runtime_overhead`: threads that move messages do not preempt passes.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     torch.set_num_threads(1)
@@ -111,8 +94,7 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
     program = lower(schedule, run.costs)[rank]
     gc.disable()
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    # Pass times are read from the host's clock, so a traced pass must block the host.
-    device = DEVICES["host" if folder is not None else "asynchronous"]()
+    device = DEVICES["asynchronous"]()
     times = []
     with device.serving():
         pipeline = Pipeline(groups)
@@ -120,67 +102,16 @@ def _rank(rank: int, run: Run, options: argparse.Namespace, port: int, folder: P
         layers = None
         if run.rows is not None:
             layers = sleeping_layers(schedule, rank, run.costs, device, sum(run.rows), run.rows)
-        trace = None
-        if folder is not None:
-            trace = PipelineTrace(folder, range(2, options.iterations + 2), groups.pipeline)
         for _ in range(options.iterations + 1):
-            traced = trace is not None and trace.begin()
-            recorder = Recorder(torch.device("cpu")) if traced else None
             dist.barrier()
             start = time.perf_counter()
-            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True, observer=recorder.span)
+            pipeline.run(schedule, program, model, layers, SHAPES, gradients=True)
             device.synchronise()
             dist.barrier()
             times.append(time.perf_counter() - start)
-            if recorder is not None:
-                recorder.finish()
-                trace.add(recorder, schedule)
     if rank == 0:
         (Path(result) / "seconds.json").write_text(json.dumps(min(times[1:])))
     dist.destroy_process_group()
-
-
-def pass_seconds(trace: RankTrace) -> dict[str, float]:
-    """Seconds of a rank's passes per microbatch, by kind: medians over the traced iterations."""
-    took: dict[str, dict[int, float]] = defaultdict(lambda: dict.fromkeys(trace.microbatches, 0.0))
-    for span in trace.spans:
-        if span.lane is Lane.COMPUTE:
-            took[span.category][span.iteration] += span.duration / 1e3 / trace.microbatches[span.iteration]
-    return {kind: median(each.values()) for kind, each in took.items()}
-
-
-def slow_rank(options: argparse.Namespace) -> list[dict]:
-    """Compare even shards and measured shards with equal ranks of the same total speed."""
-    ranks = options.ranks
-    slow = [1 + options.slower if rank == ranks // 2 else 1.0 for rank in range(ranks)]
-    alike = [ranks / sum(1 / each for each in slow)] * ranks
-    even = (VOCABULARY // ranks,) * ranks
-
-    def costs(slowness: list[float], rows: tuple[int, ...]) -> StageCosts:
-        seconds = {kind: [each * took / 1000 for each in slowness] for kind, took in LENGTHS.items()}
-        per_row = {kind: [took / even[0] for took in seconds.pop(kind)] for kind in ("S", "T", "IF", "IB")}
-        return stage_costs(seconds["F"], seconds["B"], per_row, rows)
-
-    with tempfile.TemporaryDirectory() as folder:
-        first = Run("even shards", costs(slow, even), even)
-        measure(first, options, Path(folder))
-        measured = refilled(Partition(None, even), [pass_seconds(trace) for trace in read_traces(Path(folder))])
-    assert measured.rows is not None
-    second = Run("measured shards", costs(slow, measured.rows), measured.rows)
-    reference = Run("equal ranks of the same total speed", costs(alike, even), even)
-    took = {run.name: measure(run, options) for run in (reference, first, second)}
-    setting = {"case": "slow-rank", "ranks": ranks, "slower": options.slower, "microbatches": options.microbatches}
-    return [
-        setting
-        | {
-            "run": run.name,
-            "rows": run.rows,
-            "seconds": round(took[run.name], 4),
-            "over_equal_ranks": round(took[run.name] / took[reference.name], 4),
-            "simulated_s": round(simulate(run.schedule(options.microbatches), run.costs).makespan, 4),
-        }
-        for run in (reference, first, second)
-    ]
 
 
 @dataclass(frozen=True)
@@ -296,20 +227,16 @@ def uneven_layers(options: argparse.Namespace) -> list[dict]:
 def main() -> None:
     """Run a case, and print or append to a file one line of JSON per run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", choices=["slow-rank", "layers"])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=48)
     parser.add_argument("--iterations", type=int, default=6)
-    parser.add_argument(
-        "--slower", type=float, default=0.05, help="slow-rank: the extra time of the slow rank, as a fraction"
-    )
-    parser.add_argument("--layers", type=int, default=7, help="layers: number of layers of the model")
-    parser.add_argument("--layer-ms", type=float, default=40.0, help="layers: F and B of a layer are stretched to this")
-    parser.add_argument("--training-iterations", type=int, default=4, help="layers: training iterations to measure")
+    parser.add_argument("--layers", type=int, default=7, help="number of layers of the model")
+    parser.add_argument("--layer-ms", type=float, default=40.0, help="F and B of a layer are stretched to this")
+    parser.add_argument("--training-iterations", type=int, default=4, help="training iterations to measure")
     parser.add_argument("--output", type=Path, help="append the lines to this file")
     options = parser.parse_args()
     machine = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
-    for row in slow_rank(options) if options.case == "slow-rank" else uneven_layers(options):
+    for row in uneven_layers(options):
         print(json.dumps(row), flush=True)
         if options.output is not None:
             with options.output.open("a") as file:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 from megatron_vp.errors import UserError
 
@@ -16,8 +15,6 @@ class ShardRule(StrEnum):
     """Predicted pass times determine each rank's rows, so that all ranks take the same time."""
     EVEN = "even"
     """Every rank has the same number of rows, apart from rounding."""
-    MEASURED = "measured"
-    """Pass times from an earlier run determine each rank's rows."""
     ROWS = "rows"
     """The option lists the number of rows of each rank."""
 
@@ -29,29 +26,19 @@ class ShardChoice:
     rule: ShardRule
     rows: tuple[int, ...] | None = None
     """With `ROWS`: rows of each pipeline rank, summed over the tensor ranks of its stage."""
-    folder: Path | None = None
-    """With `MEASURED`: the folder of the earlier run's rank reports."""
 
     @classmethod
     def parse(cls, text: object) -> ShardChoice:
-        """Read `balanced`, `even`, `measured:DIR` or `ROWS,ROWS,...`; None means `balanced`. Raises UserError."""
+        """Read `balanced`, `even` or `ROWS,ROWS,...`; None means `balanced`. Raises UserError."""
         if text is None:
             return cls(ShardRule.BALANCED)
         words = str(text).strip()
         if words in (ShardRule.BALANCED, ShardRule.EVEN):
             return cls(ShardRule(words))
-        rule, colon, folder = words.partition(":")
-        if rule == ShardRule.MEASURED:
-            if not colon or not folder:
-                raise UserError(
-                    f"--vocab-shards {words} needs a folder: write measured:DIR, where DIR holds the rank reports of "
-                    "an earlier run"
-                )
-            return cls(ShardRule.MEASURED, folder=Path(folder))
         numbers = [number.strip() for number in words.split(",")]
         if not all(number.removeprefix("-").isdecimal() and len(number) < 20 for number in numbers):
             raise UserError(
-                f"--vocab-shards {words} cannot be parsed: use balanced, even, measured:DIR, or one number of rows "
+                f"--vocab-shards {words} cannot be parsed: use balanced, even, or one number of rows "
                 "per pipeline rank such as 64000,64256,0,0"
             )
         return cls(ShardRule.ROWS, tuple(map(int, numbers)))

@@ -47,12 +47,11 @@ def test_no_other_way_to_pour_has_a_lower_peak(work, steps, data):
         cost.append(cost[-1] + step)
     total = len(steps)
     most = data.draw(st.lists(st.integers(0, total), min_size=len(work), max_size=len(work)))
-    slowness = data.draw(st.lists(st.sampled_from([1.0, 1.05, 1.5]), min_size=len(work), max_size=len(work)))
-    found = fill(work, cost, most, slowness)
+    found = fill(work, cost, most)
     ways = [way for way in product(*(range(cap + 1) for cap in most)) if sum(way) == total]
 
     def peak(way):
-        return max(own + slow * cost[units] for own, slow, units in zip(work, slowness, way, strict=True))
+        return max(own + cost[units] for own, units in zip(work, way, strict=True))
 
     if not ways:
         assert found is None

@@ -12,10 +12,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import Pattern
 from megatron_vp.jobs.resolved import read_resolved
-from megatron_vp.mcore.options import vocab_rows
 from megatron_vp.mcore.start.preflight import check_job, describe_job
 from megatron_vp.schedule import VocabMethod
-from tests.cost.measured_folders import write_reports
 from tests.harness.training import comparable_model, tiny_model, train
 from tests.mcore.case_parts import DISTRIBUTED, FP32
 from tests.mcore.comparison import assert_equal
@@ -84,44 +82,6 @@ def test_a_layout_stays_and_rows_follow_it():
 def test_a_layout_that_is_chosen_with_the_rows_has_the_multi_token_prediction_layers():
     args = resolved(vocab_shards="balanced", mtp_num_layers=1, position_embedding_type="rope")
     assert args.pipeline_model_parallel_layout.endswith("mL") and args.vocab_rows is not None
-
-
-def reports(folder, rows, slowness, **changes):
-    """Rank reports of a run whose rank r is slower by slowness[r]: 8 microbatches of 1 ms of layers, 1 us a row."""
-    times = [
-        {"F": 0.4 * slow, "B": 0.6 * slow, "S": 1e-3 * own * slow, "T": 1e-3 * own * slow}
-        for own, slow in zip(rows, slowness, strict=True)
-    ]
-    sizes = {"num_layers": 7, "padded_vocab_size": sum(rows)}
-    return f"measured:{write_reports(folder, times, rows, **{'layers': [2, 2, 2, 1], 'sizes': sizes} | changes)}"
-
-
-def test_measured_rows_leave_a_slow_rank(tmp_path):
-    rows = (4096, 4096, 4096, 4096)
-    checked = settled_job(vocab_shards=reports(tmp_path, rows, (1, 1.05, 1, 1)))
-    args = checked.args
-    assert sum(args.vocab_rows) == 16384 and args.vocab_rows[1] < 4096 < args.vocab_rows[0]
-    assert layers_in(args.pipeline_model_parallel_layout) == (2, 2, 2, 1), "the layers that were measured"
-    assert f"from the pass times in {tmp_path}" in vocab_rows.describe_rows(checked)
-
-
-@pytest.mark.parametrize(
-    ("job", "run", "said"),
-    [
-        (
-            {"pipeline_model_parallel_layout": "Et|tt|tt|ttL"},
-            {},
-            "from a run with (2, 2, 2, 1) as layers by stage",
-        ),
-        ({}, None, "contains no rank_*.json"),
-    ],
-)
-def test_a_measurement_of_another_job_is_refused(tmp_path, job, run, said):
-    rows = (4096, 4096, 4096, 4096)
-    shards = f"measured:{tmp_path}" if run is None else reports(tmp_path, rows, (1, 1, 1, 1), **run)
-    with pytest.raises(UserError) as refused:
-        resolved(vocab_shards=shards, **job)
-    assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_a_balanced_run_trains_as_plain_megatron_and_writes_what_it_chose(tmp_path):

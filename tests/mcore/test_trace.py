@@ -6,7 +6,6 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
-from megatron_vp.cost.planning.measured_rows import read_run, refilled
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod, generate
 from megatron_vp.trace.figures import figures, ran
@@ -104,17 +103,6 @@ def test_the_report_counts_every_iteration_beside_the_trace(folders):
         assert report["peak_microbatches_in_flight"] == RANKS - rank + 1
         assert set(report["pass_milliseconds"]) == {"F", "B", "S", "T", "IF", "IB"}
         assert 0 < sum(report["pass_milliseconds"].values()) < sum(report["iteration_milliseconds"])
-
-
-def test_the_report_tells_the_next_start_how_fast_each_rank_was(folders):
-    run = read_run(folders / "report")
-    assert (run.schedule, run.vocab) == ("1f1b", "vocab-2")
-    rows = run.partition.vocab_rows
-    assert len(set(rows)) == 1 and len(rows) == RANKS and run.partition.tensor == 1
-    assert all(min(each[kind] for kind in ("F", "B", "S", "T")) > 0 for each in run.seconds)
-    assert sum(refilled(run.partition, run.seconds).rows) == sum(rows)
-    assert len({report["run"] for report in reports(folders / "report")}) == 1
-    assert reports(folders / "report")[0]["run"] != reports(folders / "plain")[0]["run"] != ""
 
 
 def test_plain_megatron_is_reported_alike(folders):

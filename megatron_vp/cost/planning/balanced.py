@@ -2,7 +2,7 @@
 
 A layer cannot be split between ranks, but vocabulary rows can, so ranks with fewer layers get more rows. Rows are
 assigned for several divisions of the layers (`layer_division`). The most promising ones are simulated with the job's
-schedule, and the fastest is kept. All GPUs count as equally fast; `measured_rows` uses their measured speed.
+schedule, and the fastest is kept. All GPUs count as equally fast.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Shards:
     layers: None if all stages have equally many layers.
     rows: summed over the tensor ranks of each pipeline rank; None for even shards.
     gain: predicted speed-up. `balanced` compares with even shards in the user's layout, or in training's default layout
-        if the user gave none. `measured_rows.refilled` compares with the rows of the measured run.
+        if the user gave none.
     """
 
     layers: tuple[int, ...] | None
@@ -113,19 +113,6 @@ def balanced(
     tied = (each for each in found if each.iteration_seconds <= (1 + TIE) * fastest)
     best = min(tied, key=lambda each: each.peak_memory)
     return Shards(best.plan.layers, best.plan.vocab_rows, first.iteration_seconds / best.iteration_seconds)
-
-
-def most_rows(job: Job, plan: Plan, hardware: Hardware, memory_limit: float) -> tuple[int, ...] | None:
-    """Find how many rows fit on each pipeline rank, summed over its tensor ranks, with `memory_limit` bytes per GPU.
-
-    Returns None on CPU hardware, if only even shards are possible, or if no distribution of the rows fits into memory.
-    Raises UserError if the layers cannot be distributed over the stages.
-    """
-    search = _Search(job, replace(plan, vocab_rows=None), hardware, memory_limit)
-    if search.unit is None or not hardware.is_gpu:
-        return None
-    room = search.room(layers_of(job, search.even, search.placement))
-    return tuple(search.unit * units for units in room) if sum(room) * search.unit >= job.model.vocab else None
 
 
 def least_of_all(job: Job, plan: Plan, hardware: Hardware) -> float:

@@ -114,33 +114,29 @@ def divisions(work: Sequence[float], placement: Placement, cost: Sequence[float]
     ]
 
 
-def fill(
-    work: Sequence[float], cost: Sequence[float], most: Sequence[int], slowness: Sequence[float] | None = None
-) -> tuple[int, ...] | None:
-    """Distribute units so that the largest `work[r] + slowness[r] * cost[units[r]]` is as small as possible. Return the
-    number of units per rank, or None if not all units fit.
+def fill(work: Sequence[float], cost: Sequence[float], most: Sequence[int]) -> tuple[int, ...] | None:
+    """Distribute units so that the largest `work[r] + cost[units[r]]` is as small as possible. Return the number of
+    units per rank, or None if not all units fit.
 
     Args:
         work: work of every rank before it gets any units.
         cost: cost of 0, 1, 2, ... units, which starts at 0 and never falls. The last entry is for all units.
         most: the most units that each rank can hold.
-        slowness: relative time that each rank takes for the same units; by default, all ranks are equally fast.
 
     First, each rank gets the units that it can hold without exceeding the mean load. Each remaining unit goes to the
     rank whose load with that unit is lowest, or to the first of several such ranks.
     """
-    total, slowness = len(cost) - 1, slowness or [1.0] * len(work)
+    total = len(cost) - 1
     most = [min(cap, total) for cap in most]
     if sum(most) < total:
         return None
     mean = level([own for own, cap in zip(work, most, strict=True) if cap], cost[-1])
-    ranks = list(zip(work, most, slowness, strict=True))
-    units = [min(cap, max(0, bisect_right(cost, (mean - own) / slow) - 1)) for own, cap, slow in ranks]
+    units = [min(cap, max(0, bisect_right(cost, mean - own) - 1)) for own, cap in zip(work, most, strict=True)]
     if sum(units) > total:
         units = [0] * len(work)
 
     def after_one_more(rank: int) -> tuple[float, int]:
-        return work[rank] + slowness[rank] * cost[units[rank] + 1], rank
+        return work[rank] + cost[units[rank] + 1], rank
 
     queue = [after_one_more(rank) for rank, cap in enumerate(most) if units[rank] < cap]
     heapq.heapify(queue)

@@ -7,15 +7,13 @@ from dataclasses import replace
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.balanced import balanced, most_rows
-from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows
+from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.cost.planning.offloading import with_chosen_offload, with_given_limit
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.virtual_stages import layers_given
 from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
 from megatron_vp.schedule import VocabMethod
-from megatron_vp.trace.partition import Partition
 
 
 def own_plan(config: JobConfig, job: Job, hardware: Hardware, limit: float | None = None) -> Plan:
@@ -46,23 +44,6 @@ def with_shards(
         raise UserError(EVEN_ALONE.format_map(said))
     if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
         return plan
-    layout_given = layers_given(config) is not None
     if choice.rule is ShardRule.ROWS:
         return replace(plan, vocab_rows=choice.rows)
-    if choice.rule is ShardRule.BALANCED:
-        return balanced(job, plan, hardware, memory_limit, layout_given).plan(plan)
-    assert choice.folder is not None
-
-    def room(partition: Partition) -> tuple[int, ...] | None:
-        if memory_limit is None:
-            return None
-        return most_rows(job, with_partition(plan, partition), hardware, memory_limit)
-
-    sizes, layers = (job.pipeline, job.tensor, job.model.vocab), plan.layers if layout_given else None
-    wanted = MeasuredJob(*sizes, plan.schedule, plan.vocab.value, config, layers)
-    return next_rows(choice.folder, wanted, room).plan(plan)
-
-
-def with_partition(plan: Plan, partition: Partition) -> Plan:
-    """Return `plan` with the rows of `partition`, and with `partition.layers` if it is not None."""
-    return replace(plan, layers=partition.layers or plan.layers, vocab_rows=partition.vocab_rows)
+    return balanced(job, plan, hardware, memory_limit, layers_given(config) is not None).plan(plan)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from megatron_vp.cost.planning.balanced import Shards, balanced, most_rows
-from megatron_vp.cost.planning.measured_rows import MeasuredJob, next_rows
-from megatron_vp.cost.planning.own_plan import with_partition
+from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import layout_of
@@ -17,7 +13,6 @@ from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob
 from megatron_vp.row_counts import check_stage_rows
 from megatron_vp.schedule import VocabMethod
-from megatron_vp.trace.partition import Partition
 
 
 def choose_rows(args: Arguments, settings: RunSettings, prediction: Prediction) -> ChosenRows:
@@ -33,8 +28,6 @@ def choose_rows(args: Arguments, settings: RunSettings, prediction: Prediction) 
         return ChosenRows()
     if choice.rule is ShardRule.ROWS:
         return ChosenRows(choice.rows)
-    if choice.folder is not None:
-        return _measured(args, settings, prediction, choice.folder)
     if needs_even_shards(settings) or settings.family.fixed is not None:
         return ChosenRows()
     return _balanced(args, prediction)
@@ -76,44 +69,12 @@ def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
             reason=f"equal, because the cost model behind --vocab-shards balanced cannot predict this job: {error}"
         )
     why = f"on {hardware.name}, training is predicted to be {found.gain:.3f} times as fast as with equal rows"
-    return _chosen(args, found, why)
-
-
-def _measured(args: Arguments, settings: RunSettings, prediction: Prediction, folder: Path) -> ChosenRows:
-    """Choose rows based on the pass times of an earlier run, and keep that run's layers. Raises UserError if that run's
-    job differs from this one.
-    """
-
-    def room(partition: Partition) -> tuple[int, ...] | None:
-        try:
-            job, plan, hardware = prediction.job()
-            return most_rows(job, with_partition(plan, partition), hardware, hardware.memory)
-        except UserError:  # The cost model does not cover this job.
-            return None
-
-    layers = layers_given(args) if is_laid_out(args) else None
-    method = settings.family.method(VocabMethod(args.vocab_parallel_algorithm))
-    sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size, prediction.vocabulary
-    job = MeasuredJob(*sizes, settings.family.name, method.value, vars(args), layers)
-    chosen = next_rows(folder, job, room)
-    return _chosen(
-        args,
-        chosen,
-        f"chosen from the pass times in {folder}: the busiest rank should be {chosen.gain:.3f} times as fast as in the "
-        "measured run",
-    )
-
-
-def _chosen(args: Arguments, shards: Shards, why: str) -> ChosenRows:
-    """Return the rows of `shards` and a layout of its layers. The layout is None if `shards` has no layers, or if the
-    arguments already say which layers each stage holds.
-    """
-    if shards.layers is None or is_laid_out(args):
-        return ChosenRows(shards.rows, None if shards.rows is None else why)
+    if found.layers is None or is_laid_out(args):
+        return ChosenRows(found.rows, None if found.rows is None else why)
     pattern = pattern_in(vars(args))
-    layout = layout_of(shards.layers, args.mtp_num_layers or 0) if pattern is None else pattern.with_bars(shards.layers)
-    layers = f"layers by stage: {','.join(map(str, shards.layers))}"
-    return ChosenRows(shards.rows, f"equal; {layers}" if shards.rows is None else f"{why}; {layers}", layout)
+    layout = layout_of(found.layers, args.mtp_num_layers or 0) if pattern is None else pattern.with_bars(found.layers)
+    layers = f"layers by stage: {','.join(map(str, found.layers))}"
+    return ChosenRows(found.rows, f"equal; {layers}" if found.rows is None else f"{why}; {layers}", layout)
 
 
 def is_laid_out(args: Arguments) -> bool:

@@ -12,7 +12,7 @@ from megatron_vp.vocab.shards import VocabShards
 
 
 def partition_of(args: Arguments) -> Partition:
-    """Collect the layers per stage, the vocabulary rows per rank if known, and the sizes that determine pass times."""
+    """Collect the vocabulary rows per rank if known, and the sizes that determine pass times."""
     tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
     if rows is None and args.vocab_parallel and args.padded_vocab_size:
         shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
@@ -20,7 +20,7 @@ def partition_of(args: Arguments) -> Partition:
         rows = tuple(sum(shards.rows(rank * tensor + place) for place in range(tensor)) for rank in ranks)
     sizes = {name: getattr(args, name, None) for name in SIZES}
     known = tuple(sorted((name, size) for name, size in sizes.items() if size is not None))
-    return Partition(layers_given(args), rows, tensor, known)
+    return Partition(rows, known)
 
 
 def layers_given(args: Arguments) -> tuple[int, ...] | None:

@@ -22,7 +22,6 @@ import torch
 import megatron_vp
 from megatron_vp.errors import PeerLost, UserError
 from megatron_vp.jobs.resolved import plain
-from megatron_vp.jobs.vocab_shards import ShardChoice
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.platform.installed import versions
 from megatron_vp.mcore.settled import SettledJob, current, note
@@ -61,8 +60,6 @@ def facts(
         for name in (*given, *arguments)
         if name in arguments and name not in OF_A_RANK and not name.startswith("_")
     }
-    if ShardChoice.parse(arguments.get("vocab_shards")).folder is not None:
-        alike["vocab_shards"] = "measured:DIR"  # Instead of the folders, the `vocab_rows` read from them are compared.
     parts = {f"the implementation of the {part}": who for part, who in (parts or {}).items()}
     software = {f"the version of {package}": str(found) for package, found in versions().items()}
     return alike | parts | software | {"the code of megatron_vp": code(Path(megatron_vp.__file__).parent)}
