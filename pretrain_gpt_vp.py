@@ -55,9 +55,6 @@ BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 BOUNDARY_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """For packed sequences: the document boundaries, int32 [1, documents + 1], and the length of the longest document."""
 
-SPIKE = 10.0
-"""With --check-for-spiky-loss, a loss is a spike if it exceeds the largest loss so far by more than this factor."""
-
 
 def get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> tuple[torch.Tensor | None, ...]:
     """Return the next microbatch in the order of BATCH_KEYS: int64 [b, s], loss mask fp32, attention mask bool [b, 1,
@@ -165,15 +162,10 @@ def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.
     loss = torch.sum(token_loss.view(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
     args, rerun = get_args(), get_rerun_state_machine()
-    checks: list[tuple[Any, str, bool]] = []
     if args.check_for_nan_in_loss_and_grad:
-        checks += [(torch.isnan, "NaN in the loss of a microbatch", True)]
-        checks += [(torch.isinf, "infinity in the loss of a microbatch", True)]
-    if args.check_for_spiky_loss:
-        spiked = partial(rerun.is_unexpectedly_large, threshold=SPIKE, context="loss")
-        checks += [(spiked, "a spike in the loss of a microbatch", False)]
-    for is_bad, message, fatal in checks:
-        rerun.validate_result(result=loss, rejection_func=is_bad, message=message, tolerance=0.0, fatal=fatal)
+        for is_bad, name in ((torch.isnan, "NaN"), (torch.isinf, "infinity")):
+            message = f"{name} in the loss of a microbatch"
+            rerun.validate_result(result=loss, rejection_func=is_bad, message=message, tolerance=0.0, fatal=True)
     # Clone the loss, because the schedule divides it in place.
     return loss, tokens, {"lm loss": torch.cat([loss.detach().clone().view(1), tokens.view(1)])}
 

@@ -6,7 +6,6 @@ exception is a bug in this project and keeps its traceback.
 
 from __future__ import annotations
 
-import errno
 import sys
 import threading
 from collections.abc import Callable
@@ -16,11 +15,6 @@ from typing import TextIO
 _LONGEST = 300
 """Text of unknown origin is truncated to this many characters before it is logged."""
 _PATIENCE_SECONDS = 5.0
-_STORAGE_FAILS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.EFBIG),
-    *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EMFILE, errno.ENFILE),
-}
 
 
 class UserError(ValueError):
@@ -41,7 +35,7 @@ class PeerLost(RuntimeError):
 
 def storage_failure(error: BaseException) -> str | None:
     """Return one line that describes a storage error and names the file; return None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in _STORAGE_FAILS:
+    if not isinstance(error, OSError) or isinstance(error, ConnectionError | TimeoutError) or not error.strerror:
         return None
     return f"{error.strerror}{f': {printable(str(error.filename))}' if error.filename else ''}"
 

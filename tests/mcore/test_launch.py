@@ -145,9 +145,8 @@ def test_a_start_without_a_launcher_says_how_to_launch():
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"RANK": "1"}, "no rank has RANK=1, LOCAL_RANK=0, WORLD_SIZE=1, MASTER_PORT="),
-        ({"WORLD_SIZE": "9" * 5000}, f"WORLD_SIZE={'9' * 37}..., "),
-        ({"LOCAL_RANK": "1\x1b[2J\n"}, "LOCAL_RANK=1 [2J, "),
+        ({"RANK": "1"}, "no rank has RANK=1, WORLD_SIZE=1: "),
+        ({"WORLD_SIZE": "1\x1b[2J\n"}, "WORLD_SIZE=1 [2J: "),
     ],
 )
 def test_a_place_that_no_launcher_gives_is_refused_before_anything_waits(environment, said):

@@ -44,9 +44,10 @@ def test_balanced_takes_what_the_cost_model_chooses():
     expected = balanced(job_of({**vars(args), "padded_vocab_size": 16384}, 4), plan, HARDWARE["cpu"])
     assert sum(args.vocab_rows) == 16384 and args.vocab_rows == expected.rows
     assert layers_in(args.pipeline_model_parallel_layout) == expected.layers and sum(expected.layers) == 7
-    (line,) = [line for line in describe_job(checked, 4) if line.startswith("vocabulary rows by pipeline rank: ")]
+    said = describe_job(checked, 4)
+    (line,) = [line for line in said if line.startswith("vocabulary rows by pipeline rank: ")]
     assert ",".join(map(str, args.vocab_rows)) in line and f"{expected.gain:.3f} times as fast" in line
-    assert f"layers by stage: {','.join(map(str, expected.layers))}" in line
+    assert f"layers by stage: {','.join(map(str, expected.layers))}" in said
 
 
 HYBRID = {

@@ -69,12 +69,11 @@ def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
             reason=f"equal, because the cost model behind --vocab-shards balanced cannot predict this job: {error}"
         )
     why = f"on {hardware.name}, training is predicted to be {found.gain:.3f} times as fast as with equal rows"
-    if found.layers is None or is_laid_out(args):
-        return ChosenRows(found.rows, None if found.rows is None else why)
-    pattern = pattern_in(vars(args))
-    layout = layout_of(found.layers, args.mtp_num_layers or 0) if pattern is None else pattern.with_bars(found.layers)
-    layers = f"layers by stage: {','.join(map(str, found.layers))}"
-    return ChosenRows(found.rows, f"equal; {layers}" if found.rows is None else f"{why}; {layers}", layout)
+    pattern, layout = pattern_in(vars(args)), None
+    if found.layers is not None and not is_laid_out(args):
+        heads = args.mtp_num_layers or 0
+        layout = layout_of(found.layers, heads) if pattern is None else pattern.with_bars(found.layers)
+    return ChosenRows(found.rows, None if found.rows is None else why, layout)
 
 
 def is_laid_out(args: Arguments) -> bool:

@@ -30,11 +30,11 @@ _APEX_MODULES = (
     *("scaled_upper_triang_masked_softmax_cuda", "scaled_masked_softmax_cuda", "scaled_softmax_cuda"),
 )
 _IN_NODES = {
-    "te": (r"no|\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?", "te=2.17.1 or te=no"),
-    "cc": (r"\d{1,2}\.\d", "a compute capability such as cc=9.0"),
-    "apex": ("yes|no", "apex=yes or apex=no"),
+    "te": r"no|\d+(\.\d+)*((a|b|rc|\.dev|\.post)\d+)?(\+[\w.]+)?",
+    "cc": r"\d{1,2}\.\d",
+    "apex": "yes|no",
 }
-"""The entries of `--nodes`: the values that they may have, and examples."""
+"""The entries of `--nodes` and the values that they may have."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,8 @@ def from_text(text: str) -> Installed:
     Entries that are missing from the text take the values of this machine. Raises UserError.
     """
     given = dict(word.strip().partition("=")[::2] for word in text.split(","))
-    for name, value in given.items():
-        form, examples = _IN_NODES.get(name, ("", ", ".join(each for _, each in _IN_NODES.values())))
-        if not (value and re.fullmatch(form, value)):
-            raise UserError(f"--nodes: {name}{'=' * bool(value)}{value} cannot be parsed: use {examples}")
+    if not all(value and re.fullmatch(_IN_NODES.get(name, ""), value) for name, value in given.items()):
+        raise UserError(f"--nodes {text} cannot be parsed: use te=2.17.1 or te=no, apex=yes or apex=no, and cc=9.0")
     changed: dict[str, Any] = {}
     if "te" in given:
         changed |= {"engine": None if given["te"] == "no" else given["te"], "engine_fault": None}

@@ -17,16 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import grouped, name_of
 from megatron_vp.jobs.job_config import JobConfig, last_batch, parallel_sizes, read_job_config, whole_number
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.options.predicted_job import Prediction
@@ -97,7 +95,7 @@ def run_alone(
     """
     from megatron_vp.mcore.start.launch import run_script
 
-    of_files, job = read_job_config(configs, []), read_job_config(configs, flags)
+    job = read_job_config(configs, flags)
     sizes = parallel_sizes(job)
     replica = math.prod(sizes)
     ranks = replica if ranks is None else ranks
@@ -118,34 +116,34 @@ def run_alone(
             "the vocabulary size is unknown, because a replay does not read a tokenizer: add --vocab-size N"
         )
     kind = layer_kind(job)
-    engine = kind is LayerKind.ENGINE
+    engine = shapes_only and kind is LayerKind.ENGINE
     growing = job.get("step_batch_size_schedule")
     each = whole_number(job, "micro_batch_size", 1) * (ranks // replica)
     played, microbatches = _microbatches(job, each, growing)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # Nothing connects to this address.
-    with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder) / "job.yaml"
-        left_out = {*ROLES["data"], *ROLES["not_replayed"], "step_batch_size_schedule"}
-        left_out |= set(ROLES["not_replayed_on_shapes"] if engine and shapes_only else ())
-        kept.write_text(yaml.safe_dump({key: value for key, value in of_files.items() if key not in left_out}))
-        given = (words for words in grouped(flags) if name_of(words[0].partition("=")[0]) not in left_out)
-        fakes = fake_tensors(engine) if shapes_only else nullcontext()
-        report, every = Path(folder) / "report", iterations + 1
-        words = f"--train-iters {every} --lr-warmup-iters 0 --eval-iters 0 --eval-interval {every}"
-        words += f" --log-interval {every} --fake-process-group --mock-data --tokenizer-type NullTokenizer"
-        words += f" --vocab-size {tokens}"
-        if growing is not None or (shapes_only and played < microbatches):
-            words += f" --global-batch-size {each * (played if shapes_only else microbatches)}"
+    left_out = {*ROLES["data"], *ROLES["not_replayed"], "step_batch_size_schedule"}
+    left_out |= set(ROLES["not_replayed_on_shapes"] if engine else ())
+    alone = {name: value for name, value in job.items() if name not in left_out}
+    alone |= dict.fromkeys(("train_iters", "eval_interval", "log_interval"), iterations + 1)
+    alone |= dict.fromkeys(("lr_warmup_iters", "eval_iters"), 0) | {"fake_process_group": True}
+    alone |= {"mock_data": True, "tokenizer_type": "NullTokenizer", "vocab_size": tokens}
+    if growing is not None or (shapes_only and played < microbatches):
+        alone["global_batch_size"] = each * (played if shapes_only else microbatches)
+    if shapes_only:
+        # Worker processes of a data loader cannot send fake tensors. Reruns are disabled, because Megatron keeps the
+        # data for reruns in host memory, which a replay would count as device memory.
+        alone |= {"num_workers": 0, "rerun_mode": "disabled"}
+    if engine:  # Local layers replace Transformer Engine's layers, which need a GPU.
+        alone |= {"transformer_impl": "local", "core_attention": "sdpa"}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as inside:
+        kept, report = Path(folder) / "job.yaml", Path(folder) / "report"
+        kept.write_text(yaml.safe_dump(alone | {"rank_report": str(report)}))
+        inside.enter_context(replaying(job=job))
         if shapes_only:
-            # Worker processes of a data loader cannot send fake tensors. Reruns are disabled, because Megatron keeps
-            # the data for reruns in host memory, which a replay would count as device memory.
-            words += " --cpu --num-workers 0 --rerun-mode disabled"
-            if engine:  # Local layers replace Transformer Engine's layers, which need a GPU.
-                words += " --transformer-impl local --core-attention sdpa"
-        with replaying(job=job), silent() if shapes_only else nullcontext(), fakes:
-            files = ["--config", str(kept), "--rank-report", str(report)]
-            run_script(script, [*files, *chain.from_iterable(given), *words.split()])
+            inside.enter_context(silent())
+            inside.enter_context(fake_tensors(engine))
+        run_script(script, ["--config", str(kept), *(["--cpu"] if shapes_only else [])])
         if not report.exists():
             raise UserError(
                 "the replayed rank wrote no report: run `megatron-vp patches` to check that every patch fits Megatron"
