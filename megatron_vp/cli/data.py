@@ -21,7 +21,12 @@ def data(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write to; created if needed.")],
     vocab_size: Annotated[
         int | None,
-        typer.Option("--vocab-size", help="Train a byte-level BPE tokenizer with a vocabulary of this size."),
+        typer.Option(
+            "--vocab-size",
+            min=259,  # 256 bytes, two special tokens and one merge
+            max=1 << 22,  # The trainer allocates memory for all of it before it reads the first text.
+            help="Train a byte-level BPE tokenizer with a vocabulary of this size.",
+        ),
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Use the tokenizer in this folder instead of training one.")

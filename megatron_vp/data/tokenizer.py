@@ -15,25 +15,16 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 PADDING = "<|padding|>"
-# The smallest vocabulary consists of 256 byte tokens, two special tokens and one merge.
-SMALLEST_VOCABULARY = 256 + 2 + 1
-# The vocabulary is limited because the trainer allocates memory for all of it before it reads the first text.
-LARGEST_VOCABULARY = 1 << 22
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer on `texts`, with exactly `vocab_size` tokens including the two special tokens.
 
     Any text can be encoded, because every byte is a token. The same texts always yield the same tokenizer. Raises
-    UserError if `vocab_size` is too small, too large, or larger than the number of tokens that the texts yield.
+    UserError if the texts yield another number of tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if not SMALLEST_VOCABULARY <= vocab_size <= LARGEST_VOCABULARY:
-        raise UserError(
-            f"a vocabulary of {vocab_size} tokens is too {'small' if vocab_size < SMALLEST_VOCABULARY else 'large'}: "
-            f"ask for {SMALLEST_VOCABULARY} to {LARGEST_VOCABULARY} tokens"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,10 +36,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     learned = tokenizer.get_vocab_size()
-    if learned < vocab_size:
+    if learned != vocab_size:
         raise UserError(
-            f"the text yields only {learned} different tokens, fewer than the requested vocabulary of {vocab_size}; "
-            f"use --vocab-size {learned} or less, or provide more text"
+            f"the text yields {learned} different tokens instead of the requested vocabulary of {vocab_size}: use "
+            f"--vocab-size {learned}, or provide more text"
         )
     return tokenizer
 

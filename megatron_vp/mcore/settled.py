@@ -19,7 +19,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,11 @@ class Words:
     """All words, in the order of parsing: the platform's flags, then configuration files, then the command line."""
     platform_flags: tuple[str, ...] = ()
     """The flags of Megatron that the plug-in added because of the machine; see `platform.flags`."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """The options in `all`, by argument name."""
+
+    @property
+    def options(self) -> list[str]:
+        """The options in `all`, in their order."""
+        return [word.partition("=")[0] for word in self.all if word.startswith("--")]
 
 
 @dataclass(frozen=True)

@@ -130,8 +130,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocab_size": 258}, "258 tokens is too small.*259"),
-        ({"vocab_size": 100_000}, r"yields only \d+ different tokens, fewer than the requested vocabulary of 100000"),
+        ({"vocab_size": 100_000}, r"yields \d+ different tokens instead of the requested vocabulary of 100000"),
         ({"vocab_size": 300, "name": "a/b"}, "'a/b' is not a plain file name"),
         ({}, "exactly one of --vocab-size and --tokenizer"),
         ({"vocab_size": 300, "tokenizer": "x"}, "exactly one of --vocab-size and --tokenizer"),

@@ -26,7 +26,7 @@ def test_a_job_is_settled_from_its_words():
     assert job.given.pipeline_model_parallel_layout is None and job.args.pipeline_model_parallel_layout == "Et|t|t|tL"
     assert isinstance(job.order, PassCosts) and job.shards == settled.ChosenRows()
     assert job.parts["layers"] == "local" and "--transformer-impl" in job.words.platform_flags
-    assert job.words.options["pipeline_schedule"] == "--pipeline-schedule" and job.nodes is None
+    assert "--pipeline-schedule" in job.words.options and job.nodes is None
     with pytest.raises(dataclasses.FrozenInstanceError):
         job.order = None
     with pytest.raises(dataclasses.FrozenInstanceError):

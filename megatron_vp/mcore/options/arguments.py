@@ -12,7 +12,7 @@ import io
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,6 @@ class _HelpFormatter(argparse.HelpFormatter):
 class _Parser(Parser):
     """A parser that puts `platform_arguments` and the options of configuration files before the command line."""
 
-    def given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the options in the command line `words`, keyed by argument name. Their order is kept."""
-        actions, options = self._option_string_actions, [word.partition("=")[0] for word in words]
-        return {actions[option].dest: option for option in options if option in actions}
-
     def parse_call(self, settings: Mapping[str, Any]) -> tuple[Arguments, tuple[str, ...]]:
         """Parse the settings passed to `megatron_vp.enable`. Returns the arguments, and the settings as flags. Raises
         UserError.
@@ -71,7 +66,7 @@ class _Parser(Parser):
         # Write the complete command line to `sys.argv`, because parts of Megatron parse it again.
         sys.argv[1:] = chosen + given
         parsed, unknown = super().parse_known_args(sys.argv[1:], namespace)
-        note(words=Words(tuple(sys.argv[1:]), tuple(chosen), self.given(sys.argv[1:])))
+        note(words=Words(tuple(sys.argv[1:]), tuple(chosen)))
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed, unknown

@@ -86,7 +86,7 @@ def _faults(a: Arguments, words: Mapping[str, Any]) -> dict[str, Any]:
         "offloaded_chunks": a.offload_chunks.isdecimal() and int(a.offload_chunks) > chunks,
         "one_stage": ours and a.pipeline_model_parallel_size < 2,
         "old_engine": _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
-        "algorithm_alone": not a.vocab_parallel and "vocab_parallel_algorithm" in process.words.options,
+        "algorithm_alone": not a.vocab_parallel and _typed("vocab_parallel_algorithm"),
         "shards_alone": not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
         "even_alone": a.vocab_rows is not None and needs_even_shards(settings),
         "chunks": ours and (chunks < 2 if own_chunks is None else chunks != own_chunks),
@@ -148,7 +148,7 @@ def values_of(a: Arguments) -> Callable[[str], Any]:
 
 
 def _typed(name: str) -> bool:
-    return option_of(name) in process.words.options.values()
+    return option_of(name) in process.words.options
 
 
 def _chunks_differ(a: Arguments) -> bool:

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore import patch_table, patches, settled
 from megatron_vp.mcore.settled import ROLES, OwnLoop, SettledJob, Words, run_settings
@@ -91,7 +90,7 @@ def _settle(
     from megatron_vp.mcore.start.same_job import require_same_job, settle_with_one_order
 
     given = _described(called, settings, model)
-    settled.note(words=Words(words, (), {name: option_of(name) for name in settings}))
+    settled.note(words=Words(words))
     job = settled_job(given)
     require_same_job(job)
     job = settle_with_one_order(job)

@@ -21,6 +21,7 @@ import torch
 
 import megatron_vp
 from megatron_vp.errors import PeerLost, UserError
+from megatron_vp.jobs.command_line import name_of
 from megatron_vp.jobs.resolved import plain
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.platform.installed import versions
@@ -90,7 +91,8 @@ def difference(first: dict[str, str], own: dict[str, str], rank: int) -> str:
 
 def require_same_job(job: SettledJob) -> None:
     """Compare the ranks' jobs. Raises UserError on every rank if they differ, and PeerLost if a rank is missing."""
-    compare(facts(vars(job.arguments), job.parts, job.words.options), 60.0 * job.arguments.distributed_timeout_minutes)
+    own = facts(vars(job.arguments), job.parts, map(name_of, job.words.options))
+    compare(own, 60.0 * job.arguments.distributed_timeout_minutes)
 
 
 def settle_with_one_order(job: SettledJob) -> SettledJob:
