@@ -57,7 +57,7 @@ OF_OTHER_PROGRAMS = (
     *("evidence_", "grpo_", "head_lr_mult", "ict_", "indexer_", "inference_", "iter_per_epoch", "langrl_", "mask_"),
     *("max_tokens_to_oom", "muon_", "num_channels", "num_classes", "output_bert", "query_", "retriever_", "rl_"),
     *("short_seq_prob", "swin_", "titles_", "use_legacy_static_engine", "use_one_sent_docs", "vision_"),
-    *("deprecated_", "logits_load_", "per_dataset_sequences_path"),
+    *("deprecated_", "logits_load_", "per_dataset_sequences_path", "check_for_spiky"),
 )
 """Prefixes of options for other models, RL, distillation and inference, of deprecated options that ask for the
 default, and of Muon's options, which are looked up under names built at run time.

@@ -45,7 +45,7 @@ REFUSED = [
         "--vocab-shards without rows for the rank of the MTP layers",
     ),
     ({**VP, "dataloader_inter_document_masking": True}, "needs whole sequences without document boundaries"),
-    ({"sft": True}, "add --data-path and --tokenizer-type SFTTokenizer"),
+    ({"sft": True}, "--sft cannot work: "),
     ({**VP, "pipeline_schedule": "v-half", "reset_attention_mask": True}, "use --dataloader-inter-document-masking"),
     ({"num_experts": 4, "tensor_model_parallel_size": 2}, "experts fail in their first forward pass; add --sequence"),
     ({**TWO_STAGES, "pipeline_schedule": "interlaced"}, "the schedule has vocabulary passes; add --vocab-parallel"),
