@@ -23,17 +23,12 @@ Work = Instruction | Operation
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Start and end of timed work (nanoseconds of this host's `perf_counter`), and its compute time (milliseconds).
-
-    issued: milliseconds that the host took to issue the work. On a GPU, the host should run ahead: if `issued` exceeds
-        `computed`, the device waited for launches.
-    """
+    """Start and end of timed work (nanoseconds of this host's `perf_counter`), and its compute time (milliseconds)."""
 
     work: Work
     start: int
     end: int
     computed: float
-    issued: float
 
 
 class Recorder:
@@ -50,7 +45,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._marks: list[tuple[Work, Any, Any, float]] = []
+        self._marks: list[tuple[Work, Any, Any]] = []
         self.spans: list[Span] = []
         self.milliseconds, self.clock_error = 0.0, 0
         if self._on_gpu:
@@ -74,22 +69,21 @@ class Recorder:
     @contextmanager
     def span(self, work: Work) -> Iterator[None]:
         """Time the work in this context; two threads may use the recorder at once."""
-        began, start = time.perf_counter_ns(), self._mark()
+        start = self._mark()
         yield
-        end = self._mark()
-        self._marks.append((work, start, end, (time.perf_counter_ns() - began) / 1e6))
+        self._marks.append((work, start, self._mark()))
 
     def finish(self) -> None:
         """At the end of the iteration, wait until all marks can be read, and read them."""
         if self._on_gpu:
             torch.cuda.synchronize()
         self.milliseconds = (time.perf_counter_ns() - self._started) / 1e6
-        for work, start, end, issued in self._marks:
+        for work, start, end in self._marks:
             if self._on_gpu:
                 first, last = (self._anchor_ns + round(1e6 * self._anchor.elapsed_time(each)) for each in (start, end))
                 computed = start.elapsed_time(end)
             else:
                 (first, begun), (last, ended) = start, end
                 computed = (ended - begun) / 1e6
-            self.spans.append(Span(work, first, last, computed, issued))
+            self.spans.append(Span(work, first, last, computed))
         self._marks.clear()

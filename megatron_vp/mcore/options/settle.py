@@ -19,13 +19,14 @@ from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
 from megatron_vp.mcore.options.predicted_job import Prediction, choose_order, fit_schedule
 from megatron_vp.mcore.options.refusals import check_given, refuse, warnings_of
-from megatron_vp.mcore.options.vocab_rows import check_rows, choose_rows
+from megatron_vp.mcore.options.vocab_rows import choose_rows
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.installed import parts_of_job
 from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob, process, run_settings
 from megatron_vp.mcore.storage.checkpoint_check import check_checkpoint
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 from megatron_vp.mcore.storage.save_folder import saves_to
+from megatron_vp.row_counts import check_stage_rows
 from megatron_vp.schedule import DEFAULT_SCHEDULE
 
 _CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
@@ -85,7 +86,9 @@ def settled_job(
 
     # 4. Apply our refusals.
     refuse(args)
-    check_rows(args, prediction)
+    if args.vocab_rows is not None and prediction.vocabulary is not None:  # Otherwise, the model's split checks rows.
+        sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
+        check_stage_rows(args.vocab_rows, prediction.vocabulary, *sizes)
     check_host_room(args, settings, prediction)
     checkpoint = check_files(args) if files else None
     parts = parts_of_job(args, installed.installed(), settings.replaces_schedule and settings.splits_backward)

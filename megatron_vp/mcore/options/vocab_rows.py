@@ -10,8 +10,7 @@ from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
-from megatron_vp.mcore.settled import ChosenRows, RunSettings, SettledJob
-from megatron_vp.row_counts import check_stage_rows
+from megatron_vp.mcore.settled import ChosenRows, RunSettings
 from megatron_vp.schedule import VocabMethod
 
 
@@ -33,49 +32,25 @@ def choose_rows(args: Arguments, settings: RunSettings, prediction: Prediction) 
     return _balanced(args, prediction)
 
 
-def check_rows(args: Arguments, prediction: Prediction) -> None:
-    """Raise UserError if `args.vocab_rows` does not fit the other arguments, which Megatron has validated."""
-    if args.vocab_rows is None:
-        return
-    vocab_size = prediction.vocabulary
-    if vocab_size is not None:  # If the vocabulary size is unknown, rows are checked when the model is split.
-        sizes = args.pipeline_model_parallel_size, args.tensor_model_parallel_size
-        check_stage_rows(args.vocab_rows, vocab_size, *sizes)
-
-
 def needs_even_shards(settings: RunSettings) -> bool:
     """Whether shards must be equal, because all ranks do the vocabulary work of a microbatch in one joint pass."""
     return settings.family.own_method is VocabMethod.INTERLACED
-
-
-def describe_rows(job: SettledJob) -> str | None:
-    """One line that gives the rows and the reason for them; None for equal shards that need no explanation."""
-    reason = job.shards.reason
-    if job.shards.rows is None:
-        return reason and f"vocabulary rows by pipeline rank: {reason}"
-    rows = ",".join(map(str, job.shards.rows))
-    return f"vocabulary rows by pipeline rank: {rows} ({reason or f'--vocab-shards {job.arguments.vocab_shards}'})"
 
 
 def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
     """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest. If the cost
     model cannot predict the job, the shards stay equal.
     """
+    layout, laid_out = None, args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
     try:
         job, plan, hardware = prediction.job()
-        found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=is_laid_out(args))
+        found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=laid_out)
     except UserError as error:
         return ChosenRows(
             reason=f"equal, because the cost model behind --vocab-shards balanced cannot predict this job: {error}"
         )
     why = f"on {hardware.name}, training is predicted to be {found.gain:.3f} times as fast as with equal rows"
-    pattern, layout = pattern_in(vars(args)), None
-    if found.layers is not None and not is_laid_out(args):
-        heads = args.mtp_num_layers or 0
+    if found.layers is not None and not laid_out:
+        pattern, heads = pattern_in(vars(args)), args.mtp_num_layers or 0
         layout = layout_of(found.layers, heads) if pattern is None else pattern.with_bars(found.layers)
     return ChosenRows(found.rows, None if found.rows is None else why, layout)
-
-
-def is_laid_out(args: Arguments) -> bool:
-    """Whether the arguments say which layers each stage holds."""
-    return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None

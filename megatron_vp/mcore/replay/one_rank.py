@@ -46,8 +46,6 @@ class Replayed:
     """The number of microbatches per iteration of the job. Pass times are per microbatch."""
     pass_milliseconds: dict[str, float]
     """The time of each kind of pass for one microbatch, summed over the rank's chunks; empty with --shapes-only."""
-    host_milliseconds: dict[str, float]
-    """The host time of each kind of pass. On a GPU, the host spends this time issuing kernels or waiting for them."""
     iteration_milliseconds: float | None
     """The time of the passes and of the gaps between them, without waits for peers; None with --shapes-only."""
     memory_bytes: dict[str, int]
@@ -208,18 +206,12 @@ def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _read(path: Path, pipeline_size: int, timed: bool) -> Replayed:
     report = json.loads(path.read_text())
-    microbatches = report["microbatches"]
-
-    def medians(name: str) -> dict[str, float]:
-        passes = report[f"{name}_milliseconds_by_iteration"][1:] if timed else [{}]
-        return {kind: statistics.median(iteration[kind] for iteration in passes) / microbatches for kind in passes[0]}
-
+    count, passes = report["microbatches"], report["pass_milliseconds_by_iteration"][1:] if timed else [{}]
     return Replayed(
         pipeline_rank=report["pipeline_rank"],
         pipeline_size=pipeline_size,
-        microbatches=microbatches,
-        pass_milliseconds=medians("pass"),
-        host_milliseconds=medians("host"),
+        microbatches=count,
+        pass_milliseconds={kind: statistics.median(each[kind] for each in passes) / count for kind in passes[0]},
         iteration_milliseconds=statistics.median(report["iteration_milliseconds"][1:]) if timed else None,
         memory_bytes=report["memory_bytes"],
     )

@@ -3,7 +3,7 @@
 Every rank of the first pipeline writes DIR/rank_<pipeline rank>.json after every training iteration. The report
 contains the time of the rank's passes in the last KEPT iterations. On a GPU, this is the device time between CUDA
 events. Without a GPU, it is the CPU time of the computing thread, not including waits for a core. The report also
-contains the time that the host spent on the same passes, and the peak memory of the whole run.
+contains the peak memory of the whole run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class RankReport:
 
     def __init__(self, args: Arguments, run: Mapping[str, str]) -> None:
         self._args, self._run = args, run
-        self._iterations: deque[tuple[float, int, dict[str, float], dict[str, float]]] = deque(maxlen=KEPT)
-        """Of each iteration: milliseconds, microbatches, and the milliseconds of device and host by kind of pass."""
+        self._iterations: deque[tuple[float, int, dict[str, float]]] = deque(maxlen=KEPT)
+        """Of each iteration: milliseconds, microbatches, and the milliseconds by kind of pass."""
         self._in_flight = 0.0
         self._now = self._most = 0
 
@@ -54,19 +54,18 @@ class RankReport:
         """Add an iteration that `recorder` has finished recording, and write the report. At most `in_flight`
         microbatches had activations in memory.
         """
-        device, host = defaultdict[str, float](float), defaultdict[str, float](float)
+        passes = defaultdict[str, float](float)
         for span in recorder.spans:
             if isinstance(span.work, Run):
-                device[span.work.action.kind] += span.computed
-                host[span.work.action.kind] += span.issued
-        self._iterations.append((recorder.milliseconds, schedule.microbatches, device, host))
+                passes[span.work.action.kind] += span.computed
+        self._iterations.append((recorder.milliseconds, schedule.microbatches, passes))
         self._in_flight = max(self._in_flight, in_flight)
         self._most = max(self._most, _allocated()[1])
         self._write([parameter for chunk in model for parameter in chunk.parameters()])
 
     def _write(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        took, microbatches, passes, host = map(list, zip(*self._iterations, strict=True))
+        took, microbatches, passes = map(list, zip(*self._iterations, strict=True))
         content = {
             **self._run,
             "pipeline_rank": rank,
@@ -79,7 +78,6 @@ class RankReport:
             "microbatches_by_iteration": microbatches,
             "pass_milliseconds": {kind: sum(each.get(kind, 0.0) for each in passes) for kind in passes[0]},
             "pass_milliseconds_by_iteration": passes,
-            "host_milliseconds_by_iteration": host,
             "memory_bytes": self._memory(parameters),
             **partition_of(self._args).document(),
         }

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-from megatron_vp.cost.planning.stage_costs import layers_of
-from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import last_batch
 from megatron_vp.mcore.options.predicted_job import Prediction
-from megatron_vp.mcore.options.vocab_rows import describe_rows
 from megatron_vp.mcore.platform.installed import describe, versions
-from megatron_vp.mcore.reports.job_partition import layers_given
+from megatron_vp.mcore.reports.job_partition import layers_given, partition_of
 from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.mcore.storage.dataset import padded_vocabulary
 
 
 def print_banner(job: SettledJob, knows_batch: bool = True) -> None:
@@ -55,15 +51,16 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
 
 def _partition(job: SettledJob) -> list[str]:
     """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known."""
-    rows, layers = describe_rows(job), layers_given(job.arguments)
+    args, stages = job.arguments, job.placement.stages
+    args |= {"padded_vocab_size": padded_vocabulary(args)}
+    rows, why = partition_of(args).vocab_rows, job.shards.reason
+    if job.shards.rows is not None:
+        why = why or f"--vocab-shards {args.vocab_shards}"
+    even = (args.num_layers // stages,) * stages if args.pipeline_model_parallel_layout is None else ()
+    layers = layers_given(args) or even
     left_out = ", ".join(Prediction(job.given, job.words).uncounted)
-    with suppress(UserError):  # The cost model does not cover every job.
-        sizes, plan, _ = Prediction(job.given).planned(job.arguments, job.settings)
-        layers = layers or layers_of(sizes, plan, job.placement)
-        if rows is None and (counts := plan.rows_by_rank(sizes)):
-            rows = f"vocabulary rows by pipeline rank: {','.join(map(str, counts))}"
     lines = (
-        rows,
+        rows and f"vocabulary rows by pipeline rank: {','.join(map(str, rows))}{f' ({why})' if why else ''}",
         layers and f"layers by stage: {','.join(map(str, layers))}",
         left_out and f"options that predictions and balanced rows do not count: {left_out}",
     )
