@@ -24,7 +24,6 @@ from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.transfers import Copy, category_of
-from megatron_vp.trace.partition import UNKNOWN, Partition
 from megatron_vp.trace.rank_files import LOAD, LOSS, WAIT, RankTrace, TracedSpan, path_of
 
 _ROUNDS = 8
@@ -72,14 +71,10 @@ class PipelineTrace:
         folder: every rank writes `rank_<r>.json` there.
         iterations: the iterations to trace, counted from 1 at the start of the job; the same on all ranks.
         pipeline: connects the ranks of the pipeline.
-        partition: how the model is split over ranks; the trace file records it.
     """
 
-    def __init__(
-        self, folder: Path, iterations: range, pipeline: dist.ProcessGroup, partition: Partition = UNKNOWN
-    ) -> None:
-        self._folder, self._iterations, self._partition = folder, iterations, partition
-        self._pipeline = pipeline
+    def __init__(self, folder: Path, iterations: range, pipeline: dist.ProcessGroup) -> None:
+        self._folder, self._iterations, self._pipeline = folder, iterations, pipeline
         self._iteration, self._clock_error = 0, 0.0
         self._alignments: list[Alignment] = []
         self._microbatches: dict[int, int] = {}
@@ -109,7 +104,6 @@ class PipelineTrace:
             microbatches=self._microbatches,
             clock_error=self._clock_error,
             spans=tuple(self._spans),
-            partition=self._partition,
         )
         write_report(path_of(self._folder, trace.rank), trace.to_json(), "the pass trace")
 

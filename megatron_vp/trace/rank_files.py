@@ -17,7 +17,6 @@ from megatron_vp.errors import UserError
 from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule import perfetto
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.trace.partition import UNKNOWN, Partition
 
 COLLECTIVE = "collective"
 LOSS = "loss"
@@ -68,12 +67,16 @@ class RankTrace:
     microbatches: dict[int, int]
     clock_error: float
     spans: tuple[TracedSpan, ...]
-    partition: Partition = UNKNOWN
+
+    @property
+    def pipeline_size(self) -> int:
+        """The number of pipeline ranks."""
+        return len(self.placement)
 
     def to_json(self) -> str:
         """Format this trace as Perfetto JSON, which `from_json` reads back."""
         about = {name: getattr(self, name) for name in (*_NAMES, "placement", "microbatches")}
-        about |= {"clock_error_ms": self.clock_error, **self.partition.document()}
+        about["clock_error_ms"] = self.clock_error
         return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": self.events()})
 
     def events(self) -> list[perfetto.Event]:
@@ -98,7 +101,6 @@ class RankTrace:
             microbatches={int(iteration): int(count) for iteration, count in about["microbatches"].items()},
             clock_error=float(about["clock_error_ms"]),
             spans=tuple(_span(event) for event in document["traceEvents"] if event["ph"] == "X"),
-            partition=Partition.of(about),
         )
 
 
@@ -155,12 +157,12 @@ def read_ranks(folder: Path, of: Callable[[Any], Any], option: str) -> list[Any]
             ) from None
     files = [found[rank] for rank in sorted(found)]
     for one, other in pairwise(files):
-        if any(getattr(one, name) != getattr(other, name) for name in ("run", "schedule", "vocab", "partition")):
+        if any(getattr(one, name) != getattr(other, name) for name in ("run", "schedule", "vocab")):
             raise UserError(
                 f"{folder} contains files of different runs (ranks {one.rank} and {other.rank}): give each run an "
                 f"empty {option} folder"
             )
-    expected = len(getattr(files[0], "placement", None) or files[0].partition.vocab_rows or paths)
+    expected = files[0].pipeline_size
     if sorted(found) != list(range(expected)) or len(paths) != expected:
         raise UserError(
             f"{folder} contains {len(paths)} files, of ranks {sorted(found)}, but the run has ranks 0 to "

@@ -9,8 +9,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from megatron_vp.trace.partition import Partition
 from megatron_vp.trace.rank_files import read_ranks
+
+SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "seq_length"),
+    *("micro_batch_size", "context_parallel_size", "padded_vocab_size"),
+)
+"""Names of the Megatron arguments on which pass times depend."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +26,11 @@ class RankReport:
     iterations: seconds that each iteration's forward and backward passes took, including waiting.
     passes: the part of these seconds in which the rank computed, by kind of pass.
     peak_memory_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
+    sizes: the values of SIZES.
     """
 
     rank: int
+    pipeline_size: int
     parameters: int
     microbatches: tuple[int, ...]
     peak_microbatches_in_flight: float
@@ -31,9 +38,9 @@ class RankReport:
     passes: tuple[Mapping[str, float], ...]
     peak_memory_bytes: int | None
     run: str
-    partition: Partition
+    sizes: Mapping[str, int]
     schedule: str = ""
-    vocab: str = ""
+    vocab: str = "none"
     log_interval: int = 1
 
     @property
@@ -64,6 +71,7 @@ class RankReport:
         peak = document["memory_bytes"].get("peak")
         return cls(
             rank=int(document["pipeline_rank"]),
+            pipeline_size=int(document["pipeline_size"]),
             parameters=int(document["parameters"]),
             microbatches=tuple(map(int, microbatches)),
             peak_microbatches_in_flight=float(document["peak_microbatches_in_flight"]),
@@ -71,7 +79,7 @@ class RankReport:
             passes=tuple({kind: each / 1e3 for kind, each in own.items()} for own in passes),
             peak_memory_bytes=None if peak is None else int(peak),
             run=str(document["run"]),
-            partition=Partition.of(document),
+            sizes=dict(document.get("sizes", {})),
             schedule=str(document["schedule"]),
             vocab=str(document["vocab"]),
             log_interval=int(document.get("log_interval", 1)),

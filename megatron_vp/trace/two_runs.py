@@ -61,16 +61,15 @@ class TwoRuns:
 
     def __post_init__(self) -> None:
         """Raise UserError if the runs are of different jobs, are swapped, or have no iteration in common."""
-        plain, split = (run.ranks[0].partition.vocab_rows is not None for run in (self.plain, self.split))
+        plain, split = (run.ranks[0].vocab != "none" for run in (self.plain, self.split))
         if plain and not split:
             raise UserError("the first run has vocabulary shards and the second has none: give the plain run first")
         first, second = self.plain.ranks[0], self.split.ranks[0]
-        sizes = dict(second.partition.sizes)
         for what, before, after in (
             ("pipeline ranks", len(self.plain.ranks), len(self.split.ranks)),
             ("microbatches per iteration", first.microbatches[-1], second.microbatches[-1]),
             ("--log-interval", first.log_interval, second.log_interval),
-            *((name, size, sizes.get(name, size)) for name, size in first.partition.sizes),
+            *((name, size, second.sizes.get(name, size)) for name, size in first.sizes.items()),
         ):
             if before != after:
                 raise UserError(f"the runs differ in {what} ({before} and {after}): give two runs of the same job")

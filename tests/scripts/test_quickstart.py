@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.schedule import VocabMethod
-from megatron_vp.trace.partition import UNKNOWN
 from megatron_vp.trace.rank_reports import RankReport
 from megatron_vp.trace.two_runs import RecordedRun
 
@@ -32,7 +31,7 @@ def test_a_rank_without_rows_has_no_vocabulary_passes(script):
     layers = {"F": 8.0, "B": 16.0}
     of_ranks = [layers | {"S": 4.0, "T": 4.0, "IF": 0.8, "IB": 0.8}] * 3 + [layers]
     ranks = tuple(
-        RankReport(0, 0, (8,), 1.0, (0.03,), ({kind: time / 1e3 for kind, time in each.items()},), None, "", UNKNOWN)
+        RankReport(0, 1, 0, (8,), 1.0, (0.03,), ({kind: time / 1e3 for kind, time in each.items()},), None, "", {})
         for each in of_ranks
     )
     run = RecordedRun(ranks, {1: 1.0})

@@ -28,15 +28,15 @@ def write_run(folder, busy, rows=None, losses=LOSSES, peak=None, **changes):
         document = {
             "run": folder.name,
             "pipeline_rank": rank,
+            "pipeline_size": len(busy),
             "parameters": 1000 + rank,
             "schedule": "1f1b",
-            "vocab": "none",
+            "vocab": "none" if rows is None else "vocab-2",
             "microbatches_by_iteration": [4, 4, 4],
             "peak_microbatches_in_flight": 2.0 - rank,
             "iteration_milliseconds": [900.0, 90.0, 110.0],
             "pass_milliseconds_by_iteration": [{"F": 400.0, "B": 400.0}, each, each],
             "memory_bytes": {"parameters": 4000} | ({} if peak is None else {"peak": (peak + rank) * GIB}),
-            "vocab_rows": rows,
             "sizes": {"hidden_size": 64},
         }
         (folder / f"rank_{rank}.json").write_text(json.dumps(document | changes))

@@ -146,7 +146,7 @@ def run_alone(
             raise UserError(
                 "the replayed rank wrote no report: run `megatron-vp patches` to check that every patch fits Megatron"
             )
-        found = _read(next(report.iterdir()), sizes[0], timed=not shapes_only)
+        found = _read(next(report.iterdir()), timed=not shapes_only)
     if not shapes_only:
         return found
     return replace(found, microbatches=max(microbatches, found.microbatches), played=found.microbatches, layers=kind)
@@ -204,12 +204,12 @@ def _shifted_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     return roll_tensor
 
 
-def _read(path: Path, pipeline_size: int, timed: bool) -> Replayed:
+def _read(path: Path, timed: bool) -> Replayed:
     report = json.loads(path.read_text())
     count, passes = report["microbatches"], report["pass_milliseconds_by_iteration"][1:] if timed else [{}]
     return Replayed(
         pipeline_rank=report["pipeline_rank"],
-        pipeline_size=pipeline_size,
+        pipeline_size=report["pipeline_size"],
         microbatches=count,
         pass_milliseconds={kind: statistics.median(each[kind] for each in passes) / count for kind in passes[0]},
         iteration_milliseconds=statistics.median(report["iteration_milliseconds"][1:]) if timed else None,

@@ -1,4 +1,4 @@
-"""What reports need to know of a job: how it splits its model, and which iterations --pipeline-trace records."""
+"""Reads the layers of stages from a job's layout, and the iterations that --pipeline-trace records."""
 
 from __future__ import annotations
 
@@ -7,20 +7,6 @@ from contextlib import suppress
 from megatron_vp.errors import UserError
 from megatron_vp.jobs import virtual_stages
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.trace.partition import SIZES, Partition
-from megatron_vp.vocab.shards import VocabShards
-
-
-def partition_of(args: Arguments) -> Partition:
-    """Collect the vocabulary rows per rank if known, and the sizes that determine pass times."""
-    tensor, rows = args.tensor_model_parallel_size, args.vocab_rows
-    if rows is None and args.vocab_parallel and args.padded_vocab_size:
-        shards = VocabShards(args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor)
-        ranks = range(args.pipeline_model_parallel_size)
-        rows = tuple(sum(shards.rows(rank * tensor + place) for place in range(tensor)) for rank in ranks)
-    sizes = {name: getattr(args, name, None) for name in SIZES}
-    known = tuple(sorted((name, size) for name, size in sizes.items() if size is not None))
-    return Partition(rows, known)
 
 
 def layers_given(args: Arguments) -> tuple[int, ...] | None:

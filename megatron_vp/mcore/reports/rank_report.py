@@ -19,7 +19,6 @@ from megatron.core import parallel_state
 
 from megatron_vp.files import write_report
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.reports.job_partition import partition_of
 from megatron_vp.mcore.settled import SettledJob, replay
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.launcher_store import PATIENCE_SECONDS, Notes
@@ -27,6 +26,7 @@ from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.trace.rank_files import path_of
+from megatron_vp.trace.rank_reports import SIZES
 
 KEPT = 200
 """The largest number of iterations whose times a report contains. This limit keeps reports of long runs small."""
@@ -69,6 +69,7 @@ class RankReport:
         content = {
             **self._run,
             "pipeline_rank": rank,
+            "pipeline_size": self._args.pipeline_model_parallel_size,
             "parameters": sum(parameter.numel() for parameter in parameters),
             "microbatches": microbatches[-1],
             "log_interval": self._args.log_interval,
@@ -79,7 +80,7 @@ class RankReport:
             "pass_milliseconds": {kind: sum(each.get(kind, 0.0) for each in passes) for kind in passes[0]},
             "pass_milliseconds_by_iteration": passes,
             "memory_bytes": self._memory(parameters),
-            **partition_of(self._args).document(),
+            "sizes": {name: size for name in SIZES if (size := getattr(self._args, name, None)) is not None},
         }
         path = path_of(Path(self._args.rank_report), rank)
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vp.mcore.reports.job_partition import iterations_in, partition_of
+from megatron_vp.mcore.reports.job_partition import iterations_in
 from megatron_vp.mcore.reports.rank_report import RankReport, described, in_first_pipeline
 from megatron_vp.mcore.settled import SettledJob, current
 from megatron_vp.runtime.groups import pipeline_device
@@ -55,7 +55,7 @@ def watch(job: SettledJob, pipeline: dist.ProcessGroup) -> Watch | None:
             iterations = iterations_in(args.pipeline_trace_iterations)
             folder = Path(args.pipeline_trace)
             folder.mkdir(parents=True, exist_ok=True)
-            _reports.append(PipelineTrace(folder, iterations, pipeline, partition_of(args)))
+            _reports.append(PipelineTrace(folder, iterations, pipeline))
         if args.rank_report is not None:
             _reports.append(RankReport(args, described(job)))
     due = [report for report in _reports if report.begin()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import batched
+
 from megatron_vp.jobs.job_config import last_batch
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform.installed import describe, versions
-from megatron_vp.mcore.reports.job_partition import layers_given, partition_of
+from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import SettledJob
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
+from megatron_vp.vocab.shards import VocabShards
 
 
 def print_banner(job: SettledJob, knows_batch: bool = True) -> None:
@@ -52,10 +55,13 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
 def _partition(job: SettledJob) -> list[str]:
     """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known."""
     args, stages = job.arguments, job.placement.stages
-    args |= {"padded_vocab_size": padded_vocabulary(args)}
-    rows, why = partition_of(args).vocab_rows, job.shards.reason
-    if job.shards.rows is not None:
+    tensor, vocabulary = args.tensor_model_parallel_size, padded_vocabulary(args)
+    rows, why = job.shards.rows, job.shards.reason
+    if rows is not None:
         why = why or f"--vocab-shards {args.vocab_shards}"
+    elif args.vocab_parallel and vocabulary:
+        shards = VocabShards(vocabulary, args.pipeline_model_parallel_size * tensor, tensor)
+        rows = tuple(map(sum, batched(map(shards.rows, range(shards.count)), tensor)))
     even = (args.num_layers // stages,) * stages if args.pipeline_model_parallel_layout is None else ()
     layers = layers_given(args) or even
     left_out = ", ".join(Prediction(job.given, job.words).uncounted)
