@@ -30,11 +30,10 @@ def patches(
         undo,
     )
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
-    from megatron_vp.mcore.platform.installed import hide_what_is_broken
+    from megatron_vp.mcore.platform.installed import here
 
     quiet_fallback_warnings()
-    if line := hide_what_is_broken():
-        typer.echo(line)
+    here()
     version = present_version()
     try:
         installed_version()

@@ -195,7 +195,7 @@ def _read(name: str) -> tuple[Family, str]:
 
 @dataclass
 class _Process:
-    """What this process knows of its job; `note` stores it."""
+    """What this process knows of its job."""
 
     words: Words = Words()
     """The words from which its arguments are parsed."""
@@ -207,12 +207,6 @@ class _Process:
 
 
 process = _Process()
-
-
-def note(**known: Any) -> None:
-    """Store what this process knows from now on, by the fields of `process`."""
-    for name, value in known.items():
-        setattr(process, name, value)
 
 
 def early_arguments(words: list[str]) -> Arguments:

@@ -66,7 +66,7 @@ default, and of Muon's options, which are looked up under names built at run tim
 
 def warned(vocab_parallel=False, pipeline_schedule="1f1b", **options):
     job = {"vocab_parallel": vocab_parallel, "pipeline_schedule": pipeline_schedule}
-    settled.note(words=settled.Words(tuple(option_of(name) for name, value in options.items() if value)))
+    settled.process.words = settled.Words(tuple(option_of(name) for name, value in options.items() if value))
     try:
         return list(warnings_of(Arguments(job | SOUND | options)))
     finally:

@@ -26,10 +26,9 @@ from megatron_vp.jobs.yaml_files import Leaf
 from megatron_vp.mcore import patch_table
 from megatron_vp.mcore.options.settle import settled_from_flags
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
-from megatron_vp.mcore.settled import Words, note, process
+from megatron_vp.mcore.settled import Words, process
 from megatron_vp.mcore.storage import dataset
 from megatron_vp.schedule import FAMILIES
-from megatron_vp.schedule.request import AUTO
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -66,19 +65,13 @@ class _Parser(Parser):
         # Write the complete command line to `sys.argv`, because parts of Megatron parse it again.
         sys.argv[1:] = chosen + given
         parsed, unknown = super().parse_known_args(sys.argv[1:], namespace)
-        note(words=Words(tuple(sys.argv[1:]), tuple(chosen)))
+        process.words = Words(tuple(sys.argv[1:]), tuple(chosen))
         if parsed.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {parsed.yaml_cfg} bypasses Megatron's checks: use --config FILE.yaml instead")
         return parsed, unknown
 
 
-def _offload_chunks(text: str) -> str:
-    if text not in ("half", "all", AUTO) and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of chunks: use a number, half, all or auto")
-    return text.lstrip("0") or "0"
-
-
-_TYPES: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "chunks": _offload_chunks}
+_TYPES = {"int": int, "float": float}
 
 
 def with_ours(original: Callable[..., argparse.ArgumentParser]) -> Callable[..., argparse.ArgumentParser]:
@@ -127,7 +120,7 @@ def _with_checks(original: Callable[..., Any]) -> Callable[..., Any]:
             # In a real job, rank 0 broadcasts this value. A replayed rank receives nothing.
             args.do_train = True
         job = job.of(args)
-        note(job=job)
+        process.job = job
         patch_table.apply(job.arguments, early=False)
         return args
 
@@ -149,6 +142,6 @@ def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., No
         original(args, tokenizer)
         dataset.check_room_for_tokens(args.padded_vocab_size, tokenizer.vocab_size)
         if process.job is not None and process.job.args is args:
-            note(job=process.job.of(args))
+            process.job = process.job.of(args)
 
     return set_padded_vocab_size

@@ -83,7 +83,7 @@ def _faults(a: Arguments, words: Mapping[str, Any]) -> dict[str, Any]:
         "file_starts_late": _starts_late(file),
     }
     return (of_file or {}) | {
-        "offloaded_chunks": a.offload_chunks.isdecimal() and int(a.offload_chunks) > chunks,
+        "offloaded_chunks": settings.offload_chunks(chunks) > chunks,
         "one_stage": ours and a.pipeline_model_parallel_size < 2,
         "old_engine": _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
         "algorithm_alone": not a.vocab_parallel and _typed("vocab_parallel_algorithm"),

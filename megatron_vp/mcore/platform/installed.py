@@ -68,7 +68,10 @@ def lacks(module: str) -> bool:
 
 
 def here() -> Installed:
-    """The packages of this machine. This call imports Transformer Engine, as Megatron does anyway."""
+    """The packages of this machine. This call imports Transformer Engine, as Megatron does anyway.
+
+    If the import fails, the package is hidden from later imports: Megatron handles an ImportError but no other error.
+    """
     return Installed(*_engine(), apex=all(map(_is_there, _APEX_MODULES)))
 
 
@@ -80,18 +83,6 @@ def versions() -> dict[str, str | None]:
         "torch": torch.__version__,
         "Transformer Engine": here().engine,
     }
-
-
-def hide_what_is_broken() -> str | None:
-    """Hide a broken Transformer Engine from imports. Returns a line if it is newly hidden.
-
-    Call this function before Megatron is imported: Megatron handles an ImportError but no other error.
-    """
-    fault = here().engine_fault
-    if fault is None or _ENGINE in _hidden:
-        return None
-    _hide(_ENGINE, fault)
-    return f"Transformer Engine is installed but not used: {fault}"
 
 
 def hide_what_needs_a_gpu() -> None:
@@ -138,7 +129,8 @@ def _engine() -> tuple[str | None, str | None]:
         return importlib.import_module(_ENGINE).__version__, None
     except Exception as error:  # Transformer Engine's loader may raise any exception.
         words = " ".join(str(error).split()) or type(error).__name__
-        return None, words.partition(". ")[0].rstrip(".!")
+        _hide(_ENGINE, words.partition(". ")[0].rstrip(".!"))
+        return None, _hidden[_ENGINE]
 
 
 def _is_there(module: str) -> bool:

@@ -33,7 +33,7 @@ from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.platform.installed import Installed
 from megatron_vp.mcore.replay import shapes_only
-from megatron_vp.mcore.settled import ROLES, SettledJob, current, note
+from megatron_vp.mcore.settled import ROLES, SettledJob, current, process
 from megatron_vp.mcore.start.launch import as_one_line, is_raised_on_purpose, line_of
 from megatron_vp.mcore.storage.checkpoint_files import check_writable
 
@@ -65,7 +65,7 @@ def rehearse(job: SettledJob, own_script: bool = False) -> list[str]:
     with shapes_only.silent(errors=True), offline, tempfile.TemporaryDirectory() as folder, shapes_only.fake_tensors():
         for rank in dict.fromkeys((0, job.args.world_size - 1)):
             args = _arguments_of(job.args, rank, Path(folder))
-            note(job=job.of(args))
+            process.job = job.of(args)
             with as_one_line(), _alone(args, rehearsal):
                 arguments.set_global_variables(args)
                 if script is not None:

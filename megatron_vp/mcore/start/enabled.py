@@ -34,7 +34,7 @@ class Handle:
         """
         patches.undo(patch for patch in patches.in_force() if patch.target not in self._before)
         settled.begin()
-        settled.note(own_loop=None)
+        settled.process.own_loop = None
 
 
 def enable(settings: Mapping[str, Any]) -> Handle:
@@ -51,7 +51,7 @@ def enable(settings: Mapping[str, Any]) -> Handle:
 
         parser: Any = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         args, words = parser.parse_call(settings)
-        settled.note(own_loop=OwnLoop(words, partial(_settle, settings, words, args)))
+        settled.process.own_loop = OwnLoop(words, partial(_settle, settings, words, args))
         if run_settings(args).replaces_schedule:
             _require_no_model()
         patch_table.require_fit(args)
@@ -90,7 +90,7 @@ def _settle(
     from megatron_vp.mcore.start.same_job import require_same_job, settle_with_one_order
 
     given = _described(called, settings, model)
-    settled.note(words=Words(words))
+    settled.process.words = Words(words)
     job = settled_job(given)
     require_same_job(job)
     job = settle_with_one_order(job)

@@ -269,8 +269,7 @@ def patch_megatron(argv: list[str]) -> None:
     quiet_fallback_warnings()
     if cpu:
         installed.hide_what_needs_a_gpu()
-    if (line := installed.hide_what_is_broken()) and os.environ.get("RANK", "0") == "0":
-        print(f"megatron_vp: {line}", flush=True)
+    installed.here()
     patches.installed_version()
     early = settled.early_arguments(argv[1:])
     settled.begin(early.pipeline_schedule)

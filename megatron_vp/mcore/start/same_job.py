@@ -25,7 +25,7 @@ from megatron_vp.jobs.command_line import name_of
 from megatron_vp.jobs.resolved import plain
 from megatron_vp.mcore.options.arguments import write_resolved_configuration
 from megatron_vp.mcore.platform.installed import versions
-from megatron_vp.mcore.settled import SettledJob, current, note
+from megatron_vp.mcore.settled import SettledJob, current, process
 from megatron_vp.mcore.storage.save_folder import agreed, claim, saves_to
 from megatron_vp.runtime.launcher_store import Notes, named
 
@@ -100,7 +100,7 @@ def settle_with_one_order(job: SettledJob) -> SettledJob:
     order = [job.order]
     torch.distributed.broadcast_object_list(order, src=0)
     job = replace(job, order=order[0])
-    note(job=job)
+    process.job = job
     return job
 
 

@@ -146,10 +146,10 @@ def _counted(documents: Documents, stage: str) -> Iterator[str]:
 def _write(texts: Iterable[str], tokenizer: Tokenizer, end_id: int, prefix: Path) -> tuple[int, int]:
     """Encode `texts` into `prefix`.{bin,idx}; return the number of documents and the number of tokens."""
     from megatron_vp.mcore.platform.flags import quiet_fallback_warnings
-    from megatron_vp.mcore.platform.installed import hide_what_is_broken
+    from megatron_vp.mcore.platform.installed import here
 
     quiet_fallback_warnings()
-    hide_what_is_broken()
+    here()
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     # If a document contains the text of a special token, encode it as ordinary text.
