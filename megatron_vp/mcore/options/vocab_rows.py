@@ -46,9 +46,7 @@ def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
         job, plan, hardware = prediction.job()
         found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=laid_out)
     except UserError as error:
-        return ChosenRows(
-            reason=f"equal, because the cost model behind --vocab-shards balanced cannot predict this job: {error}"
-        )
+        return ChosenRows(reason=f"the cost model behind --vocab-shards balanced cannot predict this job: {error}")
     why = f"on {hardware.name}, training is predicted to be {found.gain:.3f} times as fast as with equal rows"
     if found.layers is not None and not laid_out:
         pattern, heads = pattern_in(vars(args)), args.mtp_num_layers or 0

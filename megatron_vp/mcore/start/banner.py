@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import batched
-
 from megatron_vp.jobs.job_config import last_batch
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform.installed import describe, versions
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import SettledJob
-from megatron_vp.mcore.storage.dataset import padded_vocabulary
-from megatron_vp.vocab.shards import VocabShards
 
 
 def print_banner(job: SettledJob, knows_batch: bool = True) -> None:
@@ -54,19 +50,14 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
 
 def _partition(job: SettledJob) -> list[str]:
     """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known."""
-    args, stages = job.arguments, job.placement.stages
-    tensor, vocabulary = args.tensor_model_parallel_size, padded_vocabulary(args)
-    rows, why = job.shards.rows, job.shards.reason
-    if rows is not None:
-        why = why or f"--vocab-shards {args.vocab_shards}"
-    elif args.vocab_parallel and vocabulary:
-        shards = VocabShards(vocabulary, args.pipeline_model_parallel_size * tensor, tensor)
-        rows = tuple(map(sum, batched(map(shards.rows, range(shards.count)), tensor)))
+    args, stages, shards = job.arguments, job.placement.stages, job.shards
+    rows = "equal" if shards.rows is None else ",".join(map(str, shards.rows))
+    why = shards.reason or f"--vocab-shards {args.vocab_shards}"
     even = (args.num_layers // stages,) * stages if args.pipeline_model_parallel_layout is None else ()
     layers = layers_given(args) or even
     left_out = ", ".join(Prediction(job.given, job.words).uncounted)
     lines = (
-        rows and f"vocabulary rows by pipeline rank: {','.join(map(str, rows))}{f' ({why})' if why else ''}",
+        args.vocab_parallel and f"vocabulary rows by pipeline rank: {rows} ({why})",
         layers and f"layers by stage: {','.join(map(str, layers))}",
         left_out and f"options that predictions and balanced rows do not count: {left_out}",
     )
