@@ -32,7 +32,7 @@ from megatron_vp.cost.hardware.gpus import find_hardware
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced
-from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, balanced_layers
+from megatron_vp.cost.planning.candidates import balanced_layers
 from megatron_vp.cost.planning.layer_division import divided, layer_seconds
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.workers import worker_pool
@@ -66,16 +66,16 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     even_layers, whole = divided(layer_seconds(PassTimes(job, H100)), placement), []
     for layers in {balanced_layers(job, placement, H100), even_layers}:
         try:
-            found = evaluate(Candidate(REDISTRIBUTED, Plan(schedule, chunks=chunks, layers=layers)), job, H100)
+            found = evaluate(Plan(schedule, chunks=chunks, layers=layers), job, H100)
         except UserError:  # for example, a V shape with tied embeddings
             continue
-        whole.append((found.iteration_seconds, found.candidate.plan.layers))
+        whole.append((found.iteration_seconds, found.plan.layers))
     runs = []
     for method in METHODS:
         plan = Plan(schedule, method, chunks)
         shards = balanced(job, plan, H100)
-        assigned = Candidate(method, shards.plan(plan))
-        even = Candidate(method, replace(plan, layers=even_layers))
+        assigned = shards.plan(plan)
+        even = replace(plan, layers=even_layers)
         seconds = [evaluate(each, job, H100).iteration_seconds for each in (assigned, even)]
         runs.append((*seconds, method, shards, assigned))
     seconds, even, method, shards, assigned = min(runs, key=lambda run: run[0])

@@ -25,7 +25,7 @@ from megatron_vp.cli.planning import GIB, Request, read_cluster
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.layer_operations import layer_weights
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.candidates import REDISTRIBUTED, candidates
+from megatron_vp.cost.planning.candidates import candidates
 from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
 from megatron_vp.cost.planning.stage_costs import layers_of, stage_costs
 from megatron_vp.schedule import PassKind, Schedule, VocabMethod
@@ -152,8 +152,10 @@ def runs(asked: Request) -> list[Run]:
 
 def tuned(asked: Request) -> Run:
     """The fastest of Megatron's own schedules that fits in memory, with moved layers, as in the table of `plan`."""
-    own = (each for each in candidates(asked.job, asked.hardware) if each.in_megatron and each.method == REDISTRIBUTED)
-    found = [run_of(asked.job, asked.hardware, "", each.plan) for each in own]
+    own = (
+        each for each in candidates(asked.job, asked.hardware) if each.in_megatron and each.method == "redistributed"
+    )
+    found = [run_of(asked.job, asked.hardware, "", each) for each in own]
     best = min((run for run in found if run.prediction.fits()), key=lambda run: run.seconds)
     name = {"1f1b": "1F1B", "interleaved": "interleaved 1F1B"}[best.prediction.plan.schedule]
     return replace(best, title=f"Megatron tuned, {name}")
@@ -214,7 +216,7 @@ def table(found: list[Run]) -> str:
 
 def with_gains(page: str) -> str:
     """Return the page with the gains that its block of `plan` shows in its first sentences."""
-    fixed, free = re.findall(r"^([\d.]+) times as fast as the best run without megatron_vp", page, re.MULTILINE)
+    fixed, free = re.findall(r"^faster: ([\d.]+) times as fast as the best run without megatron_vp", page, re.MULTILINE)
     page = re.sub(r"[\d.]+ times as fast as with Megatron's own", f"{fixed} times as fast as with Megatron's own", page)
     return re.sub(r"it is [\d.]+ times", f"it is {free} times", page)
 

@@ -1,11 +1,11 @@
-"""`megatron-vp plan`: predict the time and memory of a job under all schedules, and recommend one run. With `--search`,
-also with other parallel sizes.
+"""`megatron-vp plan`: say whether a job gains from this package, and predict its time and memory under all schedules.
+With `--search`, also with other parallel sizes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ from megatron_vp.jobs.known_options import files_and_flags
 
 if TYPE_CHECKING:
     from megatron_vp.cost.hardware.gpus import Hardware
-    from megatron_vp.cost.planning.choice import Choice
+    from megatron_vp.cost.planning.choice import Verdict
     from megatron_vp.cost.planning.predict import Prediction
     from megatron_vp.cost.planning.search import Search
     from megatron_vp.jobs.job_config import JobConfig
@@ -99,8 +99,8 @@ def plan(
         ),
     ] = None,
 ) -> None:
-    """Rank all plain and vocabulary-parallel schedules for a job by predicted time. Plain schedules are also tried with
-    layers redistributed to balance the stages.
+    """Say whether a job gains from megatron_vp, and rank all plain and vocabulary-parallel schedules by predicted time.
+    Plain schedules are also tried with layers redistributed to balance the stages.
 
     CONFIG and FLAGS are the job's training arguments. FLAGS override CONFIG.
 
@@ -115,31 +115,30 @@ def plan(
     if search_budget and not (search or offload):
         raise UserError(f"--search-budget {search_budget} has no effect: add --search or --offload, or leave it out")
     check_destination(False, write_schedule)
-    answer = _answer(*read_cluster(*asked), search, keep or [], search_budget, offload)
+    answer = answer_for(*read_cluster(*asked), search, keep or [], search_budget, offload)
     if write_schedule is not None:
         from megatron_vp.cost.planning.predict import make_simulator
         from megatron_vp.schedule import to_json
 
-        simulator = make_simulator(answer.request.job, answer.choice.chosen.plan, answer.request.hardware)
+        simulator = make_simulator(answer.request.job, answer.verdict.best.plan, answer.request.hardware)
         write(to_json(simulator.schedule) + "\n", write_schedule)
     write(answer.table() if output_format is Format.TABLE else json.dumps(answer.document(), indent=1) + "\n", output)
 
 
-def _answer(
+def answer_for(
     config: JobConfig,
     hardware: Hardware,
     gpus: int | None,
     limit: float,
-    searching: bool,
-    keep: list[str],
-    budget: int | None,
-    offload: bool,
+    searching: bool = False,
+    keep: Sequence[str] = (),
+    budget: int | None = None,
+    offload: bool = False,
 ) -> Answer:
-    """Compare the ways to train a job, and choose one of them. Raises UserError."""
+    """Compare the ways to train a job within `limit` bytes per rank. Raises UserError; also if nothing fits."""
     from megatron_vp.cost.layers.job_plan import chunks_given, plan_of
     from megatron_vp.cost.layers.shapes import Recompute
-    from megatron_vp.cost.planning.candidates import check_pipeline
-    from megatron_vp.cost.planning.choice import tie_band
+    from megatron_vp.cost.planning.candidates import check_pipeline, placed_heads
     from megatron_vp.cost.planning.own_plan import own_plan
     from megatron_vp.cost.planning.search import BUDGET, Search
     from megatron_vp.cost.planning.variants import Variant, variants
@@ -155,21 +154,22 @@ def _answer(
                 "offload: leave out one of the two"
             )
         plan_of(config)
-        tried = [Variant(job, {}, own=True)]
+        tried = [Variant(each, {}) for each in placed_heads(job)]
     given, refused = None, ""
-    if tried[0].own:
+    if not tried[0].settings:
+        job = Request.of(config, hardware, gpus, limit).job
         try:
-            given = own_plan(config, tried[0].job, hardware, limit)
+            given = job, own_plan(config, job, hardware, limit)
         except UserError as error:
             refused = f"the job as given cannot run: {error}"
     chunks, progress = chunks_given(config) or 2, progress_lines()
     search = Search(tried, hardware, limit, budget or BUDGET, chunks, offload, given, config, progress=progress).run()
-    return Answer(config, search, search.choice(tie_band(tried[0].job, hardware)), searching, refused)
+    return Answer(config, search, search.verdict, searching, refused)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The compared runs of a job, and the recommended one.
+    """The compared runs of a job, and whether one of them is worth it.
 
     searching: whether the runs have different parallel sizes.
     refused: why the job cannot run as given; empty if it can.
@@ -177,49 +177,78 @@ class Answer:
 
     config: JobConfig
     search: Search
-    choice: Choice
+    verdict: Verdict
     searching: bool
     refused: str
 
     def request_of(self, found: Prediction) -> Request:
         """The planning request for the job with the parallel sizes of the run `found`."""
-        variant = self.search.tried[found.variant]
-        return Request(self.config | variant.settings, variant.job, self.search.hardware, self.search.limit)
+        return Request(self.config | dict(found.settings), found.job, self.search.hardware, self.search.limit)
 
     @cached_property
     def request(self) -> Request:
         """The planning request for the recommended run."""
-        return self.request_of(self.choice.chosen)
+        return self.request_of(self.verdict.best)
 
     def settings(self, found: Prediction) -> dict[str, Any]:
         """The settings in which the run `found` differs from the configuration."""
         from megatron_vp.cost.layers.job_plan import settings_of
 
         request = self.request_of(found)
-        sizes = self.search.tried[found.variant].settings
-        changed = {name: value for name, value in sizes.items() if _changes(self.config.get(name), value)}
+        changed = {name: value for name, value in found.settings.items() if _changes(self.config.get(name), value)}
         return changed | settings_of(request.config, found.plan, request.job)
 
     def table(self) -> str:
-        """The answer as text."""
+        """The answer as text: first the verdict, then the recommended run beside the job as given, then the others."""
         from megatron_vp.cost.planning.bounds import thinned
 
-        search, chosen, limit = self.search, self.choice.chosen, self.search.limit
-        listed = search.found
+        search, verdict, limit = self.search, self.verdict, self.search.limit
+        kept, listed = thinned(search.frontier, SHOWN), search.found
         if self.searching or search.offload:
-            kept = thinned(search.frontier, SHOWN)
-            listed = [each for each in search.found if each in kept or each is chosen or each.given]
+            listed = [each for each in listed if each in kept or each in (verdict.best, verdict.rival) or each.given]
+
+        def place(each: Prediction) -> tuple[Any, ...]:
+            return each is not verdict.best, not each.given, not each.fits(limit), each.iteration_seconds
+
         columns = self._columns()
-        rows = [
-            [text(each) for text in columns.values()]
-            for each in sorted(listed, key=lambda one: (not one.fits(limit), one.iteration_seconds))
+        rows = [[text(each) for text in columns.values()] for each in sorted(listed, key=place)]
+        reasons = dict[str, dict[str, None]]()
+        for plan, reason in search.impossible:
+            reasons.setdefault(reason, {})[plan.schedule] = None
+        lines = [
+            *(self.sentence(), *self._how_to_run(), "", self.request.title, self.request.job.layers.line),
+            *(memory_used(verdict.best, limit), *self._searched(), table([*columns], rows).rstrip(), self._legend()),
+            *([self.refused] if self.refused else []),
+            *(f"not possible: {reason} ({', '.join(schedules)})" for reason, schedules in reasons.items()),
         ]
-        lines = [self.request.title, self.request.job.layers.line, *self._searched(), table([*columns], rows).rstrip()]
-        lines += [self.refused] if self.refused else ["*: the job as given"] * any(each.given for each in listed)
-        lines += self.request.notes
-        lines += [f"not possible: {one.plan.schedule}, {one.method}: {reason}" for one, reason in search.impossible]
-        lines += [*self._gains(), *self._tie(), f"the recommended run: {memory_used(chosen, limit)}"]
-        return "\n".join([*lines, *self._how_to_run()])
+        return "\n".join([*lines, *self.request.notes, ""])
+
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        verdict, limit = self.verdict, self.search.limit
+        rival, ours, answer = verdict.rival, verdict.ours, verdict.answer
+        if rival is None or ours is None or verdict.speedup is None or verdict.memory_saved is None:
+            return f"{answer}: Megatron itself cannot run this job"
+        if ours is rival:
+            alone = "with one pipeline stage, there are no ranks to share the vocabulary"
+            none = f"no run with megatron_vp fits into {limit / GIB:.4g} GiB"
+            return f"{answer}: {alone if ours.job.pipeline == 1 else none}"
+        without, size = f"run without megatron_vp ({self._name(rival)})", abs(verdict.memory_saved) / GIB
+        memory = f"{size:.1f} GiB {'less' if verdict.memory_saved >= 0 else 'more'} memory"
+        if not rival.fits(limit):
+            return (
+                f"{answer}: no run without megatron_vp fits into {limit / GIB:.4g} GiB; this one needs {size:.1f} GiB "
+                f"less than the smallest of them ({self._name(rival)})"
+            )
+        if answer == "smaller":
+            return f"{answer}: {memory} than the best {without}, at {verdict.speedup:.2f} times its speed"
+        subject = "" if answer == "faster" else f"the best run with megatron_vp ({self._name(ours)}) is "
+        return f"{answer}: {subject}{verdict.speedup:.2f} times as fast as the best {without}, with {memory}"
+
+    def _legend(self) -> str:
+        given = "*: the job as given; " * any(each.given for each in self.search.found)
+        bound = "" if self.searching else "; bound by: what most lost time is due to, or memory if the run does not fit"
+        return f"{given}GiB: memory of the fullest GPU{bound}"
 
     def _searched(self) -> list[str]:
         """Lines that state what a search compared."""
@@ -250,106 +279,73 @@ class Answer:
             }
         columns |= {
             "<schedule": lambda each: each.plan.label,
-            "<vocabulary": lambda each: each.candidate.title + " *" * each.given,
+            "<vocabulary": lambda each: each.plan.title + " *" * each.given,
             "s / iteration": lambda each: seconds(each.iteration_seconds),
             "tokens / s\nper GPU": lambda each: f"{each.tokens_per_second / gpus:,.0f}",
-            "MFU %": lambda each: f"{100 * each.mfu:.1f}",
             "GiB": lambda each: f"{each.peak_memory / GIB:.1f}",
         }
         if self.search.offload:
             columns["host\nGiB"] = lambda each: f"{max((rank.host for rank in each.copies), default=0) / GIB:.1f}"
         if not self.searching:
-            columns["<fits"] = lambda each: "yes" if each.fits(limit) else "no"
             columns["<bound by"] = lambda each: each.bound_by(limit)
         return columns
 
     def _name(self, each: Prediction) -> str:
         """A run that is compared with the recommended one, with the sizes in which it differs."""
-        own = self.choice.chosen.job
+        own = self.verdict.best.job
         changed = [
             f"{name.replace('_', ' ')} {getattr(each.job, name)}"
             for name in SIZES
             if getattr(each.job, name) != getattr(own, name)
         ]
-        return each.candidate.name + f", with {', '.join(changed)}" * bool(changed)
-
-    def _gains(self) -> list[str]:
-        """Lines that compare the recommended run with the best run without vocabulary parallelism, and with Megatron's
-        own best run.
-        """
-        choice, lines = self.choice, []
-        kinds = {"without_split": "without vocabulary parallelism", "in_megatron": "without megatron_vp"}
-        for kind, what in kinds.items():
-            other = getattr(choice, kind)
-            if other is None:
-                lines.append(f"no run {what} fits in memory")
-            elif not getattr(choice.chosen.candidate, kind):
-                lines.append(
-                    f"{choice.gain_over(other):.2f} times as fast as the best run {what} that fits in memory "
-                    f"({self._name(other)})"
-                )
-        return lines
-
-    def _tie(self) -> list[str]:
-        """A line that states which runs tie for fastest."""
-        choice, chosen, fastest = self.choice, self.choice.chosen, self.choice.tied[0]
-        if len(choice.tied) == 1:
-            return []
-        ahead = 100 * (chosen.iteration_seconds / fastest.iteration_seconds - 1)
-        said = "it is also the fastest" if chosen is fastest else f"{self._name(fastest)} is {ahead:.1f} % faster"
-        return [
-            f"a tie: {len(choice.tied)} runs differ by at most {100 * choice.band:.0f} % in time, the error of "
-            f"predictions; {chosen.candidate.name} is the simplest; {said}"
-        ]
+        return each.plan.name + f", with {', '.join(changed)}" * bool(changed)
 
     def _how_to_run(self) -> list[str]:
-        """Lines that show how to configure the recommended run: the flags to add, and an overlay file."""
-        settings, job, choice = self.settings(self.choice.chosen), self.request.job, self.choice
-        slower = not choice.chosen.candidate.without_split and (choice.gain_over(choice.without_split) or 1) < 1
-        use = "no gain in time; to run with this memory, use: " if slower else "use: "
-        lines = ["", use + (flags_of(settings) or "the configuration without changes")]
-        if unset := _unset(settings):
-            lines.append(f"and unset {', '.join(unset)} with a configuration file, such as the one below")
+        """Lines that show how to configure the recommended run: the flags to add or, where flags do not do, a file."""
+        settings, job = self.settings(self.verdict.best), self.request.job
+        lines = [f"use: {flags_of(settings) or 'the configuration without changes'}"]
+        if _unset(settings):
+            lines = ["use the configuration file:", yaml_of(settings).rstrip()]
         if self.request.hardware.is_gpu and max(job.tensor, job.context) > 1:
             lines.append(
                 f"and set the environment variable {ONE_QUEUE}=1, which Megatron requires on GPUs before Blackwell"
             )
-        lines.append("Megatron has not checked these settings: run megatron-vp check with them before you train")
-        return [*lines, "", yaml_of(settings)]
+        return [*lines, "Megatron has not checked these settings: run megatron-vp check with them before you train"]
+
+    def entry(self, found: Prediction) -> dict[str, Any]:
+        """A run as part of a JSON document. Its `overlay` always reproduces it, but its `flags` only if `unset` is
+        empty.
+        """
+        settings = self.settings(found)
+        return (
+            {name: getattr(found.job, name) for name in SIZES}
+            | found.document(self.search.limit)
+            | {
+                "given": found.given,
+                "settings": settings,
+                "flags": flags_of(settings),
+                "unset": [option_of(name) for name in _unset(settings)],
+                "overlay": yaml_of(settings),
+            }
+        )
 
     def document(self) -> dict[str, Any]:
         """The answer as a JSON document. Runs of a plan are named by their index in `plans`, those of a search are
         written out.
         """
-        search, choice = self.search, self.choice
-
-        def entry(each: Prediction) -> dict[str, Any]:
-            sizes, settings = {name: getattr(each.job, name) for name in SIZES}, self.settings(each)
-            # `overlay` always reproduces the run, but `flags` reproduces it only if `unset` is empty.
-            return (
-                sizes
-                | each.document(search.limit)
-                | {
-                    "given": each.given,
-                    "settings": settings,
-                    "flags": flags_of(settings),
-                    "unset": [option_of(name) for name in _unset(settings)],
-                    "overlay": yaml_of(settings),
-                }
-            )
-
-        named: Callable[[Prediction], Any] = entry if self.searching else search.found.index
-        compared = {
-            "given": next((each for each in search.found if each.given), None),
-            "without_split": choice.without_split,
-            "in_megatron": choice.in_megatron,
-        }
+        search, verdict = self.search, self.verdict
+        named: Callable[[Prediction], Any] = self.entry if self.searching else search.found.index
+        given = next((each for each in search.found if each.given), None)
         document = self.request.document() | {
-            "best": named(choice.chosen),
-            **{name: each and named(each) for name, each in compared.items()},
-            "gain": choice.gain_over(choice.without_split),
-            "gain_over_megatron": choice.gain_over(choice.in_megatron),
-            "tie_band": choice.band,
+            "verdict": {
+                "answer": verdict.answer,
+                "rival": verdict.rival and self.entry(verdict.rival),
+                "ours": verdict.ours and self.entry(verdict.ours),
+                "speedup": verdict.speedup,
+                "memory_saved_gib": verdict.memory_saved and verdict.memory_saved / GIB,
+            },
+            "best": named(verdict.best),
+            "given": given and named(given),
             "frontier": [*map(named, search.frontier)],
         }
         if self.searching:
@@ -359,11 +355,10 @@ class Answer:
                 "untried": len(search.untried),
             }
         return document | {
-            "tied": [*map(named, choice.tied)],
-            "plans": [*map(entry, search.found)],
+            "plans": [*map(self.entry, search.found)],
             "impossible": [
-                {"schedule": one.plan.schedule, "method": one.method, "reason": reason}
-                for one, reason in search.impossible
+                {"schedule": plan.schedule, "method": plan.method, "reason": reason}
+                for plan, reason in search.impossible
             ],
         }
 

@@ -92,12 +92,14 @@ class Request:
 
     @property
     def notes(self) -> list[str]:
-        """Lines that state what the predictions leave out, what they assume, and how accurate they are."""
-        said = (
-            ("options that change time or memory but are not counted in the prediction", ", ", self.uncounted),
-            ("assumptions about what the job does not specify", "; ", self.assumed),
-        )
-        return [f"{what}: {mark.join(found)}" for what, mark, found in said if found] + [self.caveat]
+        """Lines that state how accurate the predictions are, what they assume, and which options they leave out."""
+        from megatron_vp.cost.planning.stage_costs import expected_maximum
+
+        late = expected_maximum((1.0,), self.job.gpus, self.hardware.constants.speed_spread) - 1
+        slowest = [f"the slowest of {self.job.gpus} GPUs counts as {100 * late:.1f} % slower than a typical one"]
+        said = (("assumed", "; ", self.assumed), ("not counted", ", ", self.uncounted))
+        notes = [f"{what}: {mark.join(found)}" for what, mark, found in said if found]
+        return [self.caveat, *(slowest if late else []), *notes]
 
     @property
     def uncounted(self) -> list[str]:

@@ -108,7 +108,7 @@ def _table(request: Request, found: Prediction) -> str:
     return "\n".join(
         [
             request.title,
-            f"schedule {plan.schedule}{f' ({plan.shape})' if plan.shape else ''}, vocabulary {found.candidate.method}"
+            f"schedule {plan.schedule}{f' ({plan.shape})' if plan.shape else ''}, vocabulary {found.plan.method}"
             + "".join(f"; {what}: {','.join(map(str, counts))}" for what, counts in divided.items() if counts),
             *([] if bars is None else [f"segments by stage: {bars}"]),
             request.job.layers.line,

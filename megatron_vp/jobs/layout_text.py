@@ -44,9 +44,13 @@ def _expanded(layout: str) -> str:
     return text
 
 
-def layout_of(layers: Sequence[int], further_heads: int = 0) -> str:
-    """The layout string for the given number of transformer layers of each stage, and MTP layers on the last stage."""
-    return "E" + "|".join(f"t*{count}" if count else "" for count in layers) + "m" * further_heads + "L"
+def layout_of(layers: Sequence[int], further_heads: int = 0, behind: int = 0) -> str:
+    """The layout string for the given number of transformer layers of each stage, and MTP layers on the stage with
+    `behind` stages behind it.
+    """
+    stages = [f"t*{count}" if count else "" for count in layers]
+    stages[-1 - behind] += "m" * further_heads
+    return f"E{'|'.join(stages)}L"
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:

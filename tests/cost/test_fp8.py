@@ -14,7 +14,7 @@ from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.layer_operations import operations
 from megatron_vp.cost.layers.layer_types import stage_layers
 from megatron_vp.cost.layers.shapes import Fp8Recipe, Job, ModelShape, Plan
-from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED, Candidate, balanced_layers
+from megatron_vp.cost.planning.candidates import balanced_layers
 from megatron_vp.cost.planning.predict import evaluate, predict
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
@@ -133,16 +133,16 @@ def gains(name, gpu, fp8):
     job = replace(job_of(read_sizes([CONFIGS / f"{name}.yaml"], [])), microbatches=64, fp8=fp8)
     times = PassTimes(job, gpu)
     layers = balanced_layers(job, Placement.round_robin(job.pipeline), gpu)
-    plans = {PLAIN: Plan(), REDISTRIBUTED: Plan(layers=layers), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2)}
+    plans = {"plain": Plan(), "redistributed": Plan(layers=layers), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2)}
     if job.model.layers % job.pipeline:
         even = [job.model.layers * (rank + 1) // job.pipeline for rank in range(job.pipeline)]
         even = tuple(after - before for before, after in zip([0, *even], even, strict=False))
-        plans |= {PLAIN: Plan(layers=even), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2, layers=even)}
-    took = {method: evaluate(Candidate(method, plan), job, gpu).iteration_seconds for method, plan in plans.items()}
+        plans |= {"plain": Plan(layers=even), "vocab-2": Plan(vocab=VocabMethod.VOCAB_2, layers=even)}
+    took = {method: evaluate(plan, job, gpu).iteration_seconds for method, plan in plans.items()}
     passes = sum(times.output_shard(VocabMethod.VOCAB_2))
     rank = job.model.layers / job.pipeline * sum(times.layer()) + passes
     whole = sum(times.whole_output()) / sum(times.layer())
-    ratios = [took[PLAIN] / took["vocab-2"], took[REDISTRIBUTED] / took["vocab-2"]]
+    ratios = [took["plain"] / took["vocab-2"], took["redistributed"] / took["vocab-2"]]
     text = f"{name}, p = {job.pipeline} | {gpu.name.upper()} | {fp8 or 'bf16'}"
     return f"| {text} | {whole:.1f} | {100 * passes / rank:.0f} % | {ratios[0]:.2f} | {ratios[1]:.2f} |", ratios
 

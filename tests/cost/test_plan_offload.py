@@ -8,7 +8,6 @@ import pytest
 from megatron_vp.cost.hardware.gpus import GIB, HARDWARE
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import offloading, search
-from megatron_vp.cost.planning.candidates import Candidate
 from megatron_vp.cost.planning.offloading import (
     copy_load,
     fits_host,
@@ -31,17 +30,17 @@ WIDE = replace(H200, host=replace(H200.host, out=2e11, back=2e11))
 
 
 def base_of(plan=PLAN, hardware=WIDE):
-    return evaluate(Candidate("vocab-2", plan), JOB, hardware)
+    return evaluate(plan, JOB, hardware)
 
 
 def evaluations(base, hardware):
     """Runs of `base` with all numbers of offloaded chunks that are tried."""
-    found = [evaluate(each, JOB, hardware) for each in offloaded(base.candidate, JOB, hardware)]
+    found = [evaluate(each, JOB, hardware) for each in offloaded(base.plan, JOB, hardware)]
     return list(filter(fits_host, found))
 
 
 def counts(found):
-    return [each.candidate.plan.offload_chunks for each in found]
+    return [each.plan.offload_chunks for each in found]
 
 
 def test_every_number_of_chunks_is_tried():
@@ -106,11 +105,11 @@ def test_auto_takes_as_few_chunks_as_fit_and_are_fastest():
     base = base_of()
     assert with_chosen_offload(fixed, PLAN, JOB, WIDE, 0.5 * base.peak_memory) is PLAN
     assert with_chosen_offload(auto, PLAN, JOB, WIDE, base.peak_memory) is PLAN, "it fits as it is"
-    all_away = evaluate(Candidate("vocab-2", replace(PLAN, offload_chunks=4)), JOB, WIDE)
+    all_away = evaluate(replace(PLAN, offload_chunks=4), JOB, WIDE)
     limit = (base.peak_memory + all_away.peak_memory) / 2
     chosen = with_chosen_offload(auto, PLAN, JOB, WIDE, limit)
     fitting = [each for each in evaluations(base, WIDE) if each.fits(limit)]
-    assert chosen == min(fitting, key=lambda each: each.iteration_seconds).candidate.plan and chosen.offload_chunks
+    assert chosen == min(fitting, key=lambda each: each.iteration_seconds).plan and chosen.offload_chunks
     with pytest.raises(
         UserError, match=r"auto finds no number of chunks with which this job fits into .*: it needs at least "
     ):
@@ -142,11 +141,11 @@ def plain_and_offloaded():
 
 def test_offload_adds_smaller_runs_and_changes_no_other(plain_and_offloaded):
     plain, offloaded = plain_and_offloaded
-    kept = [(each.variant, each.candidate) for each in offloaded.found]
+    kept = [(each.job, each.plan) for each in offloaded.found]
     assert len({*kept}) == len(kept)
     best = offloaded.frontier
     for each in plain.frontier:
         assert any(one.iteration_seconds <= each.iteration_seconds and one.fits(each.peak_memory) for one in best)
-    away = [each for each in best if each.candidate.plan.offload_chunks]
+    away = [each for each in best if each.plan.offload_chunks]
     assert min(each.peak_memory for each in away) < 0.95 * min(each.peak_memory for each in plain.frontier)
     assert all(rank.load <= 0.91 for each in away for rank in each.copies)

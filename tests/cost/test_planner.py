@@ -5,13 +5,12 @@ from itertools import product
 
 import pytest
 
-from megatron_vp.cli.plan import Answer
 from megatron_vp.cost.hardware.gpus import GIB, find_hardware
 from megatron_vp.cost.layers.job_plan import settings_of
 from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import samples
-from megatron_vp.cost.planning.candidates import Candidate, balanced_layers, candidates, method_of
-from megatron_vp.cost.planning.choice import Choice, choose
+from megatron_vp.cost.planning.candidates import balanced_layers, candidates, placed_heads
+from megatron_vp.cost.planning.choice import judge
 from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates, with_limit
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
@@ -51,30 +50,40 @@ def test_no_integer_layout_is_better_than_the_balanced_one(place, layers, vocab,
 
 
 def test_every_schedule_that_is_planned_is_a_candidate_with_every_method():
-    found = {(each.plan.schedule, each.method) for each in candidates(JOB, H100)}
+    found = {(each.schedule, each.method) for each in candidates(JOB, H100)}
     for name, family in FAMILIES.items():
         if not family.planned:
             assert name not in {schedule for schedule, _ in found}
             continue
         methods = {"interlaced"} if family.own_method else {"plain", "redistributed", "vocab-1", "vocab-2"}
         assert methods == {method for schedule, method in found if schedule == name}, name
-    assert all(method_of(each.plan) == each.method for each in candidates(JOB, H100) if each.plan.layers is None)
 
 
 def test_redistributed_is_what_has_uneven_layers():
-    assert (method_of(Plan(layers=(3, 3, 3, 3))), method_of(Plan(layers=(3, 3, 4, 2)))) == ("plain", "redistributed")
-    small, shallow = (replace(JOB, model=replace(MODEL, **size)) for size in ({"vocab": 128}, {"layers": 8}))
-    assert ("1f1b", "redistributed") not in {(e.plan.schedule, e.method) for e in candidates(small, H100)}
-    assert ("v-half", "redistributed") in {(e.plan.schedule, e.method) for e in candidates(shallow, H100)}
+    assert (Plan(layers=(3, 3, 3, 4)).method, Plan(layers=(3, 3, 4, 2)).method) == ("plain", "redistributed")
+
+
+def test_layouts_that_people_choose_are_tried():
+    job = replace(JOB, model=replace(MODEL, layers=14))
+    layouts = {each.layers for each in candidates(job, H100) if each.in_megatron}
+    assert (3, 4, 4, 3) in layouts and (1, 2, 2, 2, 2, 2, 2, 1) in layouts
+    job = replace(job, model=replace(job.model, layers=13, mtp_heads=("t",)))
+    last, alone = placed_heads(job)
+    assert (3, 4, 4, 2) in {each.layers for each in candidates(last, H100)} and last == job
+    plans = candidates(alone, H100)
+    assert alone.model.behind_mtp == 1 and {each.layers for each in plans} == {(6, 7, 0, 0), (1, 2, 3, 2, 2, 3, 0, 0)}
+    layout = settings_of({"mtp_num_layers": 1}, plans[0], alone)["pipeline_model_parallel_layout"]
+    assert layout == "Et*6|t*7|m|L"
+    assert len(placed_heads(replace(job, pipeline=2))) == 1, "Megatron keeps the heads off the first rank"
 
 
 def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
     heard = []
     job = replace(JOB, model=replace(MODEL, layers=13))
-    found = Search([Variant(job, {}, own=True)], H100, H100.memory, progress=lambda *said: heard.append(said)).run()
+    found = Search([Variant(job, {})], H100, H100.memory, progress=lambda *said: heard.append(said)).run()
     evaluations, tried = found.found, len(candidates(job, H100))
     assert not found.impossible and heard[tried - 1] == ("predicting", tried, tried)
-    assigned = [each for each in evaluations if each.candidate.plan.vocab_rows]
+    assigned = [each for each in evaluations if each.plan.vocab_rows]
     assert assigned and len(evaluations) == tried + len(assigned)
     times = [each.iteration_seconds for each in evaluations]
     assert times == sorted(times)
@@ -83,28 +92,26 @@ def test_a_large_vocabulary_is_split_and_the_seconds_add_up():
         assert min(each.seconds.values()) >= 0
         assert each.bubble_fraction == pytest.approx(1 - each.seconds["work"] / (each.iteration_seconds - each.step))
         assert len(each.busy) == len(each.memory) == 4
-    fastest = {each.candidate.method: each for each in reversed(evaluations)}
+    fastest = {each.plan.method: each for each in reversed(evaluations)}
     assert fastest["vocab-2"].iteration_seconds < fastest["redistributed"].iteration_seconds
     assert fastest["redistributed"].iteration_seconds < fastest["plain"].iteration_seconds
-    plain = next(each for each in evaluations if each.candidate.name == "1f1b, plain")
+    plain = next(each for each in evaluations if each.plan.name == "1f1b, plain")
     assert plain.bound_by(H100.memory) in ("rank 0", "rank 3")
     assert plain.bound_by(plain.peak_memory - 1) == "memory"
 
 
 def test_the_best_is_the_fastest_that_fits():
-    evaluations = [
-        evaluate(Candidate(str(v), Plan("1f1b", v)), JOB, H100) for v in (VocabMethod.VOCAB_1, VocabMethod.NONE)
-    ]
+    evaluations = [evaluate(Plan("1f1b", v), JOB, H100) for v in (VocabMethod.VOCAB_1, VocabMethod.NONE)]
     evaluations.sort(key=lambda each: each.iteration_seconds)
-    assert choose(evaluations, H100.memory, 0).chosen is evaluations[0]
+    assert judge(evaluations, H100.memory).best is evaluations[0]
     least = min(each.peak_memory for each in evaluations)
-    assert choose(evaluations, least).chosen.peak_memory == least
-    method = min(evaluations, key=lambda each: each.peak_memory).candidate.method
+    assert judge(evaluations, least).best.peak_memory == least
+    method = min(evaluations, key=lambda each: each.peak_memory).plan.method
     for order in (evaluations, evaluations[::-1]):
         with pytest.raises(
             UserError, match=rf"no plan fits .*: the smallest, 1f1b, {method}, needs {least / GIB:.1f} GiB;"
         ):
-            choose(order, least - 1)
+            judge(order, least - 1)
 
 
 UNEVEN = (3, 3, 2, 1, 3, 2, 3, 3)
@@ -119,7 +126,7 @@ def test_a_simulation_that_is_cut_short_comes_to_the_same(name, layers, monkeypa
     if layers:
         vocab = VocabMethod.NONE
     job = replace(JOB, model=replace(MODEL, layers=sum(layers or [16])), microbatches=64)
-    candidate = Candidate(str(vocab), Plan(name, vocab, 2 if name == "interleaved" else None, layers))
+    candidate = Plan(name, vocab, 2 if name == "interleaved" else None, layers)
     whole = evaluate(candidate, job, H100)
     monkeypatch.setattr(samples, "SAMPLED", 0)
     short = evaluate(candidate, job, H100)
@@ -132,99 +139,70 @@ def test_a_simulation_that_is_cut_short_comes_to_the_same(name, layers, monkeypa
 def _made(schedule, method, seconds, memory=0.0):
     """An evaluation of `schedule` with the time and the activations that a test needs."""
     vocab = VocabMethod.NONE if method in ("plain", "redistributed") else VocabMethod(method)
-    one = evaluate(Candidate("plain", Plan("1f1b")), JOB, H100)
+    one = evaluate(Plan("1f1b"), JOB, H100)
     ranks = tuple(replace(rank, activations=memory) for rank in one.memory)
-    return replace(one, candidate=Candidate(method, Plan(schedule, vocab)), iteration_seconds=seconds, memory=ranks)
+    layers = (4, 4, 3, 1) if method == "redistributed" else None
+    return replace(one, plan=Plan(schedule, vocab, layers=layers), iteration_seconds=seconds, memory=ranks)
 
 
-def test_a_tie_goes_to_the_simplest():
-    made = [
-        _made("zb-h1", "vocab-1", 1.0),
-        _made("1f1b", "vocab-1", 1.01),
-        _made("v-half", "vocab-2", 1.02),
-        _made("1f1b", "vocab-2", 1.03),
-        _made("1f1b", "redistributed", 1.04),
-    ]
-    choice = choose(made, H100.memory, band=0.03)
-    assert choice.chosen is made[3] and choice.tied == tuple(made[:4])
-    assert choice.gain_over(choice.without_split) == pytest.approx(1.04 / 1.03)
-    assert choose(made, H100.memory, band=0.005).chosen is made[0]
-    assert choose(made, H100.memory, band=0.05).chosen is made[4]  # Megatron's own schedule
-    same = [_made("1f1b", "vocab-2", 1.0, 2e9), _made("1f1b", "vocab-2", 1.0, 1e9)]
-    assert choose(same, H100.memory).chosen is same[1]
-
-
-def test_the_gain_over_megatron_is_over_the_best_run_that_needs_no_plug_in():
-    made = [
-        _made("zb-v", "vocab-2", 1.0),
-        _made("dualpipe-v", "redistributed", 1.2),
-        _made("interleaved", "redistributed", 1.5),
-        _made("1f1b", "plain", 2.0),
-    ]
-    choice = choose(made, H100.memory)
-    assert (choice.without_split, choice.in_megatron) == (made[1], made[2])
-    assert choose(made[:2], H100.memory).in_megatron is None
-    offloaded = replace(made[2], candidate=Candidate("plain", Plan("interleaved", chunks=2, offload_chunks=1)))
-    assert choose([made[0], offloaded], H100.memory).in_megatron is None
-
-
-FASTER = "times as fast as the best run without"
-UNSPLIT, OURS = f"1.50 {FASTER} vocabulary parallelism that fits in memory", f"{FASTER} megatron_vp that fits in memory"
-NONE = "no run without megatron_vp fits in memory"
+GB = 1e9
 
 
 @pytest.mark.parametrize(
-    ("chosen", "without_split", "in_megatron", "lines"),
+    ("runs", "answer", "best", "rival"),
     [
         (
-            *(("zb-v", "vocab-2"), ("zb-v", "plain"), ("1f1b", "redistributed")),
-            [f"{UNSPLIT} (zb-v, plain)", f"2.00 {OURS} (1f1b, redistributed)"],
+            [("zb-v", "vocab-2", 1.0, 30), ("1f1b", "redistributed", 1.02, 30), ("1f1b", "plain", 2.0, 30)],
+            "faster",
+            0,
+            1,
         ),
+        ([("zb-v", "vocab-2", 1.0, 30), ("1f1b", "vocab-2", 1.009, 30), ("1f1b", "plain", 1.1, 30)], "faster", 1, 2),
+        ([("zb-v", "vocab-2", 1.0, 30), ("1f1b", "plain", 1.005, 30)], "not worth it", 1, 1),
         (
-            *(("zb-v", "vocab-2"), ("1f1b", "plain"), "the same"),
-            [f"{UNSPLIT} (1f1b, plain)", f"1.50 {OURS} (1f1b, plain)"],
+            [("1f1b", "plain", 1.0, 30), ("v-half", "vocab-2", 1.005, 15), ("v-min", "vocab-2", 1.009, 10)],
+            "smaller",
+            2,
+            0,
         ),
-        (("zb-v", "plain"), ("zb-v", "plain"), ("1f1b", "plain"), [f"2.00 {OURS} (1f1b, plain)"]),
-        (("zb-v", "vocab-2"), ("zb-v", "plain"), None, [f"{UNSPLIT} (zb-v, plain)", NONE]),
-        (("zb-v", "vocab-2"), None, None, ["no run without vocabulary parallelism fits in memory", NONE]),
-        (("1f1b", "plain"), ("1f1b", "plain"), "the same", []),
+        ([("1f1b", "plain", 1.0, 30), ("v-half", "vocab-2", 1.02, 15)], "not worth it", 0, 0),
+        ([("dualpipe-v", "redistributed", 1.0, 30), ("interleaved", "plain", 1.5, 30)], "faster", 0, 1),
+        ([("interlaced", "interlaced", 1.0, 30), ("1f1b", "plain", 3.0, 30)], "not worth it", 1, 1),
+        ([("zb-v", "vocab-2", 1.0, 30), ("1f1b", "plain", 0.5, 99), ("1f1b", "plain", 1.0, 98)], "smaller", 0, 2),
+        ([("zb-v", "vocab-2", 1.0, 30)], "smaller", 0, None),
     ],
 )
-def test_the_gains_are_said(chosen, without_split, in_megatron, lines):
-    other = without_split and _made(*without_split, 1.5)
-    own = other if in_megatron == "the same" else in_megatron and _made(*in_megatron, 2.0)
-    choice = Choice(_made(*chosen, 1.0), (), other, own)
-    assert Answer(None, None, choice, False, "")._gains() == lines
-
-
-def test_interlaced_is_never_chosen():
-    made = [_made("interlaced", "interlaced", 1.0), _made("1f1b", "vocab-2", 2.0, 1e12)]
-    assert choose([made[0], _made("1f1b", "plain", 3.0)], H100.memory).chosen.candidate.method == "plain"
-    with pytest.raises(UserError, match="1f1b, vocab-2"):
-        choose(made, H100.memory)
+def test_the_verdict_compares_with_what_megatron_can_do(runs, answer, best, rival):
+    made = [_made(*each[:3], each[3] * GB) for each in runs]
+    found = judge(made, H100.memory)
+    assert (found.answer, found.best) == (answer, made[best])
+    assert found.rival is (None if rival is None else made[rival])
+    if answer == "not worth it":
+        assert found.best is found.rival and found.speedup < 1.01
+    elif found.rival:
+        assert found.speedup == found.rival.iteration_seconds / found.best.iteration_seconds
 
 
 def _whole_bases(candidate, job):
-    plans = [replace(candidate.plan, schedule=base.name) for base in FAMILIES["v-flex"].bases]
-    return [evaluate(replace(candidate, plan=each), job, H100) for each in plans]
+    return [evaluate(replace(candidate, schedule=base.name), job, H100) for base in FAMILIES["v-flex"].bases]
 
 
 def test_memory_between_two_schedules_gets_one_of_its_own():
     job = replace(JOB, pipeline=6, model=replace(MODEL, vocab=32768))
-    tried = {each[0].plan.vocab: each for each in flexible_candidates(job, H100)}
+    tried = {each[0].vocab: each for each in flexible_candidates(job, H100)}
     assert set(tried) == {VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2}
     candidate, largest = asked = tried[VocabMethod.VOCAB_1]
-    assert (candidate.plan.schedule, largest.plan.schedule) == ("v-flex", "zb-v")
+    assert (candidate.schedule, largest.schedule) == ("v-flex", "zb-v")
     most, middle, least = _whole_bases(candidate, job)
     limit = (most.peak_memory + middle.peak_memory) / 2
     (found,) = fitted_evaluation(*asked, job, H100, limit)
     assert found.fits(limit) and not most.fits(limit)
     assert found.iteration_seconds < middle.iteration_seconds
-    fitted = found.candidate.plan
+    fitted = found.plan
     assert found.document(limit)["activation_limit"] == fitted.activation_limit == fitted.label.removeprefix("v-flex ")
     assert settings_of({}, fitted, job)["activation_limit"] == fitted.activation_limit
     again = with_limit(job, replace(fitted, shape="", activation_limit=""), H100, fitted.activation_limit)
-    assert evaluate(replace(candidate, plan=again), job, H100).fits(limit)
+    assert evaluate(again, job, H100).fits(limit)
     assert fitted_evaluation(*asked, job, H100, most.peak_memory) == [], "zb-v fits"
     assert fitted_evaluation(*asked, job, H100, 0.3 * least.peak_memory) == [], "nothing fits"
     assert flexible_candidates(replace(job, pipeline=32, model=replace(MODEL, layers=32)), H100) == []

@@ -73,11 +73,3 @@ _COMPARED = {kind: Compared(*figures) for kind, figures in _FILE["compared"].ite
 def compared(hardware: str, fp8: bool, experts: bool) -> Compared | None:
     """The comparison for one kind of job; None if no published run of this kind states enough of its configuration."""
     return _COMPARED.get(f"{hardware} {'moe' if experts else 'dense'}{' fp8' if fp8 else ''}")
-
-
-def compared_elsewhere(experts: bool) -> Compared:
-    """The comparison to quote if `compared` returns None. Among the comparisons for this value of `experts`, it has the
-    largest mean error.
-    """
-    known = (each for kind, each in _COMPARED.items() if ("moe" in kind) == experts)
-    return max(known, key=lambda each: each.mean)

@@ -14,7 +14,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ALGORITHM_ALONE, JobConfig
 from megatron_vp.jobs.layer_kind import LayerKind
-from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of
+from megatron_vp.jobs.layout_text import even_layers, layers_in, layout_of, stages_behind_mtp
 from megatron_vp.jobs.options import UNCOUNTED
 from megatron_vp.jobs.pattern_text import pattern_in
 from megatron_vp.jobs.virtual_stages import (
@@ -181,8 +181,10 @@ def _layout_settings(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
     kept = layout is None and layers == shifted_layers(config) and family(plan.schedule).in_rounds
     if layers is None and layout is not None:
         layers = equal_layers(job, _stages(plan, job))
-    if layers is not None and not kept and (layout is None or layers_in(str(layout)) != layers):
-        layout = layout_of(layers, config.get("mtp_num_layers") or 0)
+    behind = job.model.behind_mtp
+    own = layout and (layers_in(str(layout)), stages_behind_mtp(str(layout)))
+    if layers is not None and not kept and own != (layers, behind):
+        layout = layout_of(layers, config.get("mtp_num_layers") or 0, behind)
     return {
         **dict.fromkeys([] if kept else shifts_given(config)),
         "pipeline_model_parallel_layout": layout,

@@ -14,7 +14,11 @@ from megatron_vp.schedule import Placement
 def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
     """Give every stage the same number of layers. Raises UserError if the layers cannot be divided equally."""
     each, rest = divmod(job.model.layers, stages)
-    if rest or not each:
+    if not each:
+        raise UserError(
+            f"{job.model.layers} layers cannot fill {stages} virtual stages; use fewer pipeline ranks or chunks"
+        )
+    if rest:
         raise UserError(
             f"{job.model.layers} layers cannot be split equally over {stages} stages: use a number of stages that "
             "divides the number of layers, or assign the layers to stages with --pipeline-model-parallel-layout"

@@ -393,6 +393,30 @@ class Plan:
     """Number of chunks per rank whose activations are kept in host memory between forward and backward."""
 
     @property
+    def method(self) -> str:
+        """The vocabulary method. Without one: `redistributed` if the stages' numbers of layers differ by more than 1,
+        otherwise `plain`.
+        """
+        if self.vocab is not VocabMethod.NONE:
+            return str(self.vocab)
+        return "redistributed" if self.layers and max(self.layers) - min(self.layers) > 1 else "plain"
+
+    @property
+    def in_megatron(self) -> bool:
+        """Whether Megatron itself supports the plan."""
+        return self.vocab is VocabMethod.NONE and family(self.schedule).in_megatron and not self.offload_chunks
+
+    @property
+    def title(self) -> str:
+        """The method, and whether the vocabulary shards are balanced."""
+        return self.method + (", balanced" if self.vocab_rows else "")
+
+    @property
+    def name(self) -> str:
+        """The plan's name in sentences."""
+        return f"{self.label}, {self.title}" + (" shards" if self.vocab_rows else "")
+
+    @property
     def label(self) -> str:
         """The schedule's name in tables, with its memory limit and number of offloaded chunks if these are set."""
         away = f", {self.offload_chunks} offloaded" if self.offload_chunks else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -17,11 +17,6 @@ from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.options import OPTIONS
 from megatron_vp.schedule import FAMILIES, Placement, VocabMethod, family
 
-PLAIN, REDISTRIBUTED = "plain", "redistributed"
-"""Methods without vocabulary parallelism: layers spread evenly, or fewer layers on ranks with vocabulary layers."""
-
-WITHOUT_SPLIT = (PLAIN, REDISTRIBUTED)
-
 MOST_BALANCED = 16
 """With more pipeline ranks than this, `plan` does not balance the vocabulary shards, because balancing takes a few
 simulations per candidate.
@@ -31,34 +26,6 @@ LARGEST = 128
 """Largest number of pipeline ranks for which `plan` predicts candidates. At this number, `plan` takes half a minute on
 two cores.
 """
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan and the name of its method: plain, redistributed, vocab-1, vocab-2 or interlaced."""
-
-    method: str
-    plan: Plan
-
-    @property
-    def title(self) -> str:
-        """The method, and whether the vocabulary shards are balanced."""
-        return self.method + (", balanced" if self.plan.vocab_rows else "")
-
-    @property
-    def name(self) -> str:
-        """The candidate's name in sentences and charts."""
-        return f"{self.plan.label}, {self.title}" + (" shards" if self.plan.vocab_rows else "")
-
-    @property
-    def without_split(self) -> bool:
-        """Whether the run has no vocabulary parallelism."""
-        return self.method in WITHOUT_SPLIT
-
-    @property
-    def in_megatron(self) -> bool:
-        """Whether Megatron itself supports the run."""
-        return self.without_split and family(self.plan.schedule).in_megatron and not self.plan.offload_chunks
 
 
 def refusal(values: Mapping[str, Any], plan: Plan) -> str | None:
@@ -81,21 +48,13 @@ def refusal(values: Mapping[str, Any], plan: Plan) -> str | None:
     return None
 
 
-def method_of(plan: Plan) -> str:
-    """The name of the method that a plan uses (see `Candidate`)."""
-    if plan.vocab is not VocabMethod.NONE:
-        return str(plan.vocab)
-    return PLAIN if plan.layers is None or len(set(plan.layers)) == 1 else REDISTRIBUTED
-
-
 def check_pipeline(job: Job) -> None:
-    """Raise UserError for a job without a pipeline, with more than LARGEST pipeline ranks, or with fewer layers than
-    pipeline ranks.
-    """
-    if job.pipeline < 2:
-        raise UserError("a job with one pipeline stage needs no plan; set --pipeline-model-parallel-size to 2 or more")
+    """Raise UserError for a job with more than LARGEST pipeline ranks, or with fewer layers than pipeline ranks."""
     if job.pipeline > job.model.layers:
-        raise UserError(f"no schedule can run this job: {too_few_layers(job, job.pipeline)}")
+        raise UserError(
+            f"no schedule can run this job: {job.model.layers} layers cannot fill {job.pipeline} pipeline ranks; use "
+            "fewer pipeline ranks"
+        )
     if job.pipeline > LARGEST:
         raise UserError(
             f"{job.pipeline} pipeline ranks are too many for megatron-vp plan, which tries every schedule: give "
@@ -103,33 +62,58 @@ def check_pipeline(job: Job) -> None:
         )
 
 
-def candidates(job: Job, hardware: Hardware, chunks: int = 2, offload: bool = False) -> list[Candidate]:
-    """Combine every schedule that `plan` considers with each method that it supports (see `Candidate`).
+def placed_heads(job: Job) -> list[Job]:
+    """The job with its multi-token prediction heads on the last stage and, where Megatron supports this, also with a
+    stage of their own before a last stage that has only the output layer.
+    """
+    model = job.model
+    behind = (0, 1) if model.mtp_heads and not model.is_hybrid and job.pipeline > 2 else (0,)
+    return [replace(job, model=replace(model, behind_mtp=count)) for count in behind]
+
+
+def candidates(job: Job, hardware: Hardware, chunks: int = 2, offload: bool = False) -> list[Plan]:
+    """Combine every schedule that `plan` considers with each vocabulary method that it supports and, without splitting
+    the vocabulary, with several layouts.
 
     `chunks` applies to `interleaved` and to other families that allow any number of chunks. `offload` adds the
     schedules that are made for offloading. Without a pipeline, there is only one candidate; with a pipeline that
-    `check_pipeline` refuses, there is none.
+    `check_pipeline` refuses, there is none. If multi-token prediction has a stage of its own, only Megatron's own
+    schedules are candidates.
     """
     if job.pipeline == 1:
-        return [Candidate(PLAIN, Plan())]
+        return [Plan()]
     if job.pipeline > min(LARGEST, job.model.layers):
         return []
     found = []
     for name, record in FAMILIES.items():
-        if not (record.planned or (offload and not record.bases)):
-            continue
         own = chunks if record.chunks is None else None
         placement = record.placement_of(job.pipeline, own)
-        even = _even(job, placement, hardware)
-        for vocab in record.methods:
-            method = PLAIN if vocab is VocabMethod.NONE else str(vocab)
-            found.append(Candidate(method, Plan(name, vocab, own, even)))
-        if VocabMethod.NONE not in record.methods or job.model.layers < placement.stages:
+        by_hand = [_layout_by_hand(job, placement.stages)] if record.in_megatron else []
+        if job.model.behind_mtp:
+            layouts = by_hand
+        elif record.planned or (offload and not record.bases):
+            even = _even(job, placement, hardware)
+            found += [Plan(name, vocab, own, even) for vocab in record.methods]
+            if VocabMethod.NONE not in record.methods or job.model.layers < placement.stages:
+                continue
+            layouts = [balanced_layers(job, placement, hardware), *by_hand]
+        else:
             continue
-        layers = balanced_layers(job, placement, hardware)
-        if layers != even and len({*layers}) > 1:
-            found.append(Candidate(REDISTRIBUTED, Plan(name, chunks=own, layers=layers)))
-    return found
+        found += [Plan(name, chunks=own, layers=layers) for layers in layouts if layers and len({*layers}) > 1]
+    return list(dict.fromkeys(found))
+
+
+def _layout_by_hand(job: Job, stages: int) -> tuple[int, ...] | None:
+    """Layers per virtual stage as people distribute them: equally, with the embedding, each multi-token prediction head
+    and the output layer counted as layers. If the heads and the output layer have stages of their own, the other stages
+    share the layers as evenly as possible. None if this leaves a stage empty.
+    """
+    if job.model.behind_mtp:
+        first, *others = even_layers(job.model.layers + 1, stages - 2)
+        return (first - 1, *others, 0, 0) if first and 0 not in others else None
+    behind = 1 + len(job.model.mtp_heads)
+    each, rest = divmod(job.model.layers + 1 + behind, stages)
+    return None if rest or each < max(2, behind) else (each - 1, *[each] * (stages - 2), each - behind)
 
 
 def balanced_layers(job: Job, placement: Placement, hardware: Hardware) -> tuple[int, ...]:
@@ -145,23 +129,17 @@ def balanced_layers(job: Job, placement: Placement, hardware: Hardware) -> tuple
     work[placement.first_rank] += sum(times.whole_embedding())
     work[placement.last_rank] += sum(times.whole_output())
     found = divided(layers, placement, work, may_be_empty=(0, placement.stages - 1))
-    if found is None:
-        raise UserError(too_few_layers(job, placement.stages))
+    assert found is not None, "fewer layers than stages"
     return found
 
 
 def _even(job: Job, placement: Placement, hardware: Hardware) -> tuple[int, ...] | None:
-    """Layers per virtual stage, with which the ranks have equal work as far as possible; None if equally many.
+    """Layers per virtual stage, with which the ranks have equal work as far as possible; None if equally many or if
+    there are too few.
 
     Stages of a model whose layers are all alike get equally many layers if possible.
     """
     if not job.model.pattern and not job.model.layers % placement.stages:
         return None
     layers = divided(layer_seconds(PassTimes(job, hardware)), placement)
-    layers = layers or even_layers(job.model.layers, placement.stages)
-    return None if len({*layers}) == 1 else layers
-
-
-def too_few_layers(job: Job, stages: int) -> str:
-    """Return the message for a job with fewer layers than virtual stages."""
-    return f"{job.model.layers} layers cannot fill {stages} virtual stages; use fewer pipeline ranks or chunks"
+    return layers if layers and len({*layers}) > 1 else None

@@ -1,103 +1,101 @@
-"""Chooses the run to recommend, and the runs with which it is compared."""
+"""Judges whether a job gains from this package, and chooses the run to recommend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_vp.cost.hardware.constants import ERROR_BAND, compared, compared_elsewhere
-from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.shapes import Job
-from megatron_vp.cost.planning.candidates import PLAIN, REDISTRIBUTED
+from megatron_vp.cost.planning.bounds import time_and_memory
 from megatron_vp.cost.planning.predict import Prediction
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import VocabMethod, family
 
-_BY_SIMPLICITY = (PLAIN, REDISTRIBUTED, VocabMethod.VOCAB_2, VocabMethod.VOCAB_1, VocabMethod.INTERLACED)
+FASTER = 1.01
+"""A run is called faster than its rival from this speed-up on."""
 
+AS_FAST, SMALLER = 0.99, 0.95
+"""A run is called smaller if its speed-up is at least the first number, and its memory at most the second fraction."""
 
-def tie_band(job: Job, hardware: Hardware) -> float:
-    """By how much a run of `job` may be slower than the fastest run and still tie with it.
-
-    Predicted times of two runs of one job share most of their error, so their ratio is more accurate than either time.
-    In the paper's tables, the ratio is off by at most 2.8 percent. For any other job, the ratio is assumed to be off by
-    at most the mean prediction error on published runs of the job's kind, or of another kind if no such runs are known.
-    The result is at least `ERROR_BAND["time"]`, the largest error of predicted times on A100s in fp16.
-    """
-    experts, pattern = job.model.experts > 0, job.model.is_hybrid
-    if hardware.name == "a100" and job.tensor == job.context == 1 and not (experts or pattern or job.fp8):
-        return ERROR_BAND["time"]
-    found = None if pattern else compared(hardware.name, job.fp8 is not None, experts)
-    return max(ERROR_BAND["time"], (found or compared_elsewhere(experts)).mean / 100)
+TIE = 1.01
+"""Runs that take at most this many times as long as the fastest run tie with it."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The recommended run (`chosen`, one of `tied`), and the runs with which it is compared.
+class Verdict:
+    """Whether a job gains from this package.
 
-    tied: the fastest run that fits, followed by the runs that take at most 1 + `band` times as long.
-    without_split: the fastest run without vocabulary parallelism that fits.
-    in_megatron: the fastest run that Megatron itself supports and that fits.
+    answer: `faster`, `smaller` or `not worth it`.
+    best: the recommended run.
+    rival: the fastest run that Megatron itself supports and that fits. If none fits, the one that needs least memory.
+    ours: the run that is compared with the rival: `best`, if it is worth it; otherwise the fastest run that fits and
+        that Megatron does not support; without such a run, the rival itself.
     """
 
-    chosen: Prediction
-    tied: Sequence[Prediction]
-    without_split: Prediction | None
-    in_megatron: Prediction | None
-    band: float = ERROR_BAND["time"]
+    answer: str
+    best: Prediction
+    rival: Prediction | None
+    ours: Prediction | None
 
-    def gain_over(self, other: Prediction | None) -> float | None:
-        """Speed-up of the chosen run over another run; None without another run."""
-        return None if other is None else other.iteration_seconds / self.chosen.iteration_seconds
+    @property
+    def speedup(self) -> float | None:
+        """The rival's time over that of `ours`."""
+        return self.ours and self.rival and self.rival.iteration_seconds / self.ours.iteration_seconds
+
+    @property
+    def memory_saved(self) -> float | None:
+        """Bytes that the fullest rank needs less than that of the rival."""
+        return self.ours and self.rival and self.rival.peak_memory - self.ours.peak_memory
 
 
-def simplicity(evaluation: Prediction) -> tuple[float, ...]:
-    """Sort key for tied runs (see `choose`): the lowest key wins.
+def judge(runs: Sequence[Prediction], limit: float) -> Verdict:
+    """Compare runs of a job that this package adds with those that Megatron itself supports, within `limit` bytes.
 
-    The key prefers, in this order: fewer chunks in host memory; Megatron's own schedules; backwards that are not split;
-    fewer chunks; the method that comes first in `_BY_SIMPLICITY`; balanced shards, which training uses by default; less
-    memory.
+    If no run of Megatron fits, every other run is `smaller`. Of the runs that are worth it, the recommended one is the
+    simplest that ties with the fastest (see `_simplicity`) or, if none is faster than the rival, the smallest. If none
+    is worth it, the rival is recommended. Interlaced runs serve only as a comparison and are ignored. Raises UserError
+    if nothing fits.
     """
-    plan = evaluation.candidate.plan
-    chosen = family(plan.schedule)
-    own = chosen.in_megatron and plan.vocab is VocabMethod.NONE
-    return (
-        plan.offload_chunks,
-        not own,
-        chosen.splits_backward,
-        plan.chunks or chosen.chunks or 1,
-        _BY_SIMPLICITY.index(evaluation.candidate.method),
-        plan.vocab.is_sharded and plan.vocab_rows is None,
-        evaluation.peak_memory,
-    )
-
-
-def choose(
-    evaluations: Sequence[Prediction],
-    limit: float,
-    band: float = ERROR_BAND["time"],
-    key: Callable[[Prediction], tuple[float, ...]] = simplicity,
-    slowest: float = float("inf"),
-) -> Choice:
-    """Choose one run of `evaluations`, which must be sorted with the fastest first.
-
-    Runs tie if they fit and take at most (1 + `band`) times as long as the fastest run that fits (see `tie_band`), and
-    at most `slowest` seconds. The choice is the simplest tied run (by `key`) whose free memory exceeds the error of
-    predicted memory (see `Prediction.is_tight`) or, if there is none, the simplest of all tied runs. Interlaced runs
-    serve only as a comparison and are never chosen. Raises UserError if nothing fits.
-    """
-    offered = [each for each in evaluations if each.candidate.plan.vocab is not VocabMethod.INTERLACED]
+    offered = sorted((each for each in runs if each.plan.vocab is not VocabMethod.INTERLACED), key=time_and_memory)
     fitting = [each for each in offered if each.fits(limit)]
     if not fitting:
         least = min(offered, key=lambda each: each.peak_memory, default=None)
-        smallest = least and f"the smallest, {least.candidate.name}, needs {least.peak_memory / 2**30:.1f} GiB; "
+        smallest = least and f"the smallest, {least.plan.name}, needs {least.peak_memory / 2**30:.1f} GiB; "
         raise UserError(
             f"no plan fits into {limit / 2**30:.4g} GiB per rank: {smallest or ''}use more pipeline or tensor ranks, "
             "recomputation, or larger GPUs"
         )
-    slowest = min(slowest, (1 + band) * fitting[0].iteration_seconds)
-    tied = tuple(each for each in fitting if each.iteration_seconds <= slowest)
-    chosen = min(tied, key=lambda each: (each.is_tight(limit), *key(each)))
-    plain = (each for each in fitting if each.candidate.without_split)
-    own = (each for each in fitting if each.candidate.in_megatron)
-    return Choice(chosen, tied, next(plain, None), next(own, None), band)
+    own = [each for each in offered if each.plan.in_megatron]
+    smallest_own = min(own, key=lambda each: each.peak_memory, default=None)
+    rival = next((each for each in own if each.fits(limit)), smallest_own)
+    ours = [each for each in fitting if not each.plan.in_megatron]
+    if rival is None or not rival.fits(limit):
+        best = _simplest(ours, limit)
+        return Verdict("smaller", best, rival, best)
+    faster = [each for each in ours if rival.iteration_seconds >= FASTER * each.iteration_seconds]
+    if faster:
+        best = _simplest(faster, limit)
+        return Verdict("faster", best, rival, best)
+    smaller = [
+        each
+        for each in ours
+        if rival.iteration_seconds >= AS_FAST * each.iteration_seconds
+        and each.peak_memory <= SMALLER * rival.peak_memory
+    ]
+    if smaller:
+        best = min(smaller, key=lambda each: each.peak_memory)
+        return Verdict("smaller", best, rival, best)
+    return Verdict("not worth it", rival, rival, ours[0] if ours else rival)
+
+
+def _simplest(runs: Sequence[Prediction], limit: float) -> Prediction:
+    """Of the runs that tie with the first, which is the fastest: preferably one with free memory that exceeds the error
+    of predicted memory (see `Prediction.is_tight`), then one whose sizes and schedule ask for less, then the smallest.
+    """
+
+    def demands(run: Prediction) -> tuple[float, ...]:
+        job, plan, record = run.job, run.plan, family(run.plan.schedule)
+        sizes = job.context, job.recompute != "none", job.tensor, job.expert
+        chunks = plan.chunks or record.chunks or 1
+        return run.is_tight(limit), *sizes, plan.offload_chunks, record.splits_backward, chunks, run.peak_memory
+
+    return min((each for each in runs if each.iteration_seconds <= TIE * runs[0].iteration_seconds), key=demands)

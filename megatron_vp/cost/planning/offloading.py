@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.candidates import MOST_BALANCED, Candidate, candidates, method_of
+from megatron_vp.cost.planning.candidates import MOST_BALANCED, candidates
 from megatron_vp.cost.planning.predict import Prediction, evaluate, make_simulator, memory_model, predict
 from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, single_microbatch, stage_costs
 from megatron_vp.cost.ranks.outside import FRAGMENTS
@@ -39,11 +39,11 @@ training job searches with all its microbatches and may find a different shape.
 """
 
 
-def offloaded(base: Candidate, job: Job, hardware: Hardware) -> list[Candidate]:
-    """The candidate `base` with every number of offloaded chunks that MOST_LOAD allows."""
-    plan, counts = base.plan, range(1, family(base.plan.schedule).chunks_of(base.plan.chunks) + 1)
+def offloaded(plan: Plan, job: Job, hardware: Hardware) -> list[Plan]:
+    """The plan with every number of offloaded chunks that MOST_LOAD allows."""
+    counts = range(1, family(plan.schedule).chunks_of(plan.chunks) + 1)
     return [
-        replace(base, plan=replace(plan, offload_chunks=count))
+        replace(plan, offload_chunks=count)
         for count in (counts if job.pipeline > 1 else ())
         if copy_load(job, plan, count, hardware) <= MOST_LOAD
     ]
@@ -69,20 +69,20 @@ def with_chosen_offload(
     if config.get("offload_chunks") != AUTO:
         return plan
     room = hardware.memory if limit is None else limit
-    base = evaluate(Candidate(method_of(plan), plan), job, hardware)
+    base = evaluate(plan, job, hardware)
     if base.fits(room):
         return plan
-    found = [evaluate(each, job, hardware) for each in offloaded(base.candidate, job, hardware)]
+    found = [evaluate(each, job, hardware) for each in offloaded(plan, job, hardware)]
     found = list(filter(fits_host, found))
     fitting = [each for each in found if each.fits(room)]
     if not fitting:
         least = min((base, *found), key=lambda each: each.peak_memory)
         raise UserError(
             f"--offload-chunks auto finds no number of chunks with which this job fits into {room / GIB:.4g} GiB per "
-            f"rank: it needs at least {least.peak_memory / GIB:.1f} GiB, with {least.candidate.plan.offload_chunks} "
+            f"rank: it needs at least {least.peak_memory / GIB:.1f} GiB, with {least.plan.offload_chunks} "
             "chunks offloaded; use another --pipeline-schedule or more ranks, or try megatron-vp plan --offload"
         )
-    return min(fitting, key=lambda each: each.iteration_seconds).candidate.plan
+    return min(fitting, key=lambda each: each.iteration_seconds).plan
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware) -> float:
@@ -99,9 +99,9 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware) -> float:
     return max(loads)
 
 
-def flexible_candidates(job: Job, hardware: Hardware) -> list[tuple[Candidate, Candidate]]:
+def flexible_candidates(job: Job, hardware: Hardware) -> list[tuple[Plan, Plan]]:
     """Each flexible schedule with each vocabulary method and with the layers of the base that needs the most memory,
-    and the candidate of this base.
+    and the plan of this base.
 
     The list is empty for more than MOST_BALANCED ranks, because the search for a shape would take too long.
     """
@@ -109,20 +109,17 @@ def flexible_candidates(job: Job, hardware: Hardware) -> list[tuple[Candidate, C
         return []
     tried = candidates(job, hardware)
     return [
-        (replace(each, plan=replace(each.plan, schedule=record.name)), each)
+        (replace(each, schedule=record.name), each)
         for record in FAMILIES.values()
         for each in tried
-        if record.bases and each.plan.schedule == record.bases[0].name
+        if record.bases and each.schedule == record.bases[0].name
     ]
 
 
-def fitted_evaluation(
-    candidate: Candidate, largest: Candidate, job: Job, hardware: Hardware, limit: float
-) -> list[Prediction]:
-    """Fit the candidate's flexible schedule to `limit` bytes per rank, and evaluate it. Return nothing if its `largest`
+def fitted_evaluation(plan: Plan, largest: Plan, job: Job, hardware: Hardware, limit: float) -> list[Prediction]:
+    """Fit the plan's flexible schedule to `limit` bytes per rank, and evaluate it. Return nothing if its `largest`
     base fits, or if no shape does.
     """
-    plan = candidate.plan
     sample = replace(job, microbatches=min(job.microbatches, FITTED_PER_RANK * job.pipeline))
     try:
         found = evaluate(largest, job, hardware)
@@ -131,12 +128,11 @@ def fitted_evaluation(
         # Whatever a rank needs too much must come from its activations, which take their fragments with them.
         room = min(rank.activations - (rank.total - limit) / (1 + FRAGMENTS) for rank in found.memory)
         chunks = family(plan.schedule).chunks_of(None)
-        first = math.floor(chunks * room / largest_microbatch(job, found.plan, hardware))
+        first = math.floor(chunks * room / largest_microbatch(job, largest, hardware))
         request = plan.request(sample, costs=order_costs(sample, plan, hardware))
         for count in range(first, max(0, first - STEPS), -1):
             shape, text = fitted(request, count / chunks).shape, f"{count / chunks:g}"
-            shaped = replace(candidate, plan=replace(plan, shape=shape, activation_limit=text))
-            found = evaluate(shaped, job, hardware)
+            found = evaluate(replace(plan, shape=shape, activation_limit=text), job, hardware)
             if found.fits(limit):
                 return [found]
     except UserError:  # The largest base cannot run the job, or no shape of the flexible schedule fits.

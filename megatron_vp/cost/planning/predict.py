@@ -4,6 +4,7 @@ measured costs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,6 @@ from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.flops import model_flops
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.candidates import REDISTRIBUTED, Candidate, method_of, too_few_layers
 from megatron_vp.cost.planning.samples import extended, sampled
 from megatron_vp.cost.planning.stage_costs import (
     copy_seconds,
@@ -24,7 +24,6 @@ from megatron_vp.cost.planning.stage_costs import (
 )
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel, RankMemory
-from megatron_vp.errors import UserError
 from megatron_vp.schedule import Schedule, Simulator, StageCosts, Timeline
 from megatron_vp.schedule.graph import gc_paused
 
@@ -50,35 +49,30 @@ class RankCopies:
 
 @dataclass
 class Prediction:
-    """The prediction for one candidate of a job, with times in seconds and memory in bytes.
+    """The prediction for one plan of a job, with times in seconds and memory in bytes.
 
     step: time after the passes, for gradient synchronisation and the optimizer.
     memory: by pipeline rank.
     timeline, simulator: of all microbatches of the job, or of some of them (see `samples`). A worker process does not
         send them back.
-    variant: in a search, the index of the run's parallel sizes in `Search.tried`.
+    settings: in a search, the parallel sizes in which the run's configuration differs from the job's.
     given: whether this is the job as its configuration describes it.
     """
 
     job: Job
-    candidate: Candidate
+    plan: Plan
     hardware: Hardware
     iteration_seconds: float
     step: float
     memory: tuple[RankMemory, ...]
     timeline: Timeline = field(compare=False, repr=False)
     simulator: Simulator = field(compare=False, repr=False)
-    variant: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
     given: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         figures = {name: getattr(self, name) for name in ("busy", "seconds", "copies")}
         return self.__dict__ | figures | {"timeline": None, "simulator": None}
-
-    @property
-    def plan(self) -> Plan:
-        """The candidate's plan."""
-        return self.candidate.plan
 
     @property
     def mfu(self) -> float:
@@ -165,7 +159,7 @@ class Prediction:
         return tuple(found)
 
     def bound_by(self, limit: float) -> str:
-        """The candidate's bottleneck, in one or two words; `compute` if all parts other than the work are small."""
+        """The run's bottleneck, in one or two words; `compute` if all parts other than the work are small."""
         if not self.fits(limit):
             return "memory"
         name = max((each for each in self.seconds if each != "work"), key=self.seconds.__getitem__)
@@ -179,7 +173,7 @@ class Prediction:
         return {
             "schedule": plan.schedule,
             "activation_limit": plan.activation_limit or None,
-            "method": self.candidate.method,
+            "method": plan.method,
             "chunks": plan.chunks,
             "layers": plan.layers,
             "vocab_rows": self.vocab_rows,
@@ -220,19 +214,13 @@ def predict(
     timeline = simulator.simulate(stage_costs(sample, plan, schedule, hardware))
     step = after_passes(sample, plan, schedule, hardware)
     seconds, ranks = extended(timeline, job.microbatches) + step, tuple(map(memory.rank, range(job.pipeline)))
-    return Prediction(job, Candidate(method_of(plan), plan), hardware, seconds, step, ranks, timeline, simulator)
+    return Prediction(job, plan, hardware, seconds, step, ranks, timeline, simulator)
 
 
 @gc_paused()
-def evaluate(candidate: Candidate, job: Job, hardware: Hardware) -> Prediction:
-    """Predict one candidate. Raises UserError if the job cannot run the candidate.
-
-    If there are very many microbatches, only some of them are simulated; see `samples`.
-    """
-    layers = candidate.plan.layers or ()
-    if 0 in layers and candidate.method != REDISTRIBUTED:
-        raise UserError(too_few_layers(job, len(layers)))
-    return replace(predict(job, candidate.plan, hardware, sample=sampled(job)), candidate=candidate)
+def evaluate(plan: Plan, job: Job, hardware: Hardware) -> Prediction:
+    """Like `predict`, but if there are very many microbatches, only some of them are simulated; see `samples`."""
+    return predict(job, plan, hardware, sample=sampled(job))
 
 
 def memory_model(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> MemoryModel:

@@ -3,8 +3,8 @@ those that may be fastest or smallest with other parallel sizes.
 
 Every run with other sizes or with offloaded chunks gets a lower bound on its time, and one on its memory as a function
 of its time (`bounds`). The first round simulates runs that are expected to improve the frontier of time and memory. The
-second round simulates the remaining runs whose bounds allow an improvement. The third round finds the fastest runs
-without vocabulary parallelism, for comparison. Finally, flexible schedules are fitted to the available memory.
+second round simulates the remaining runs whose bounds allow an improvement. The third round finds the fastest run that
+Megatron itself supports, for comparison. Finally, flexible schedules are fitted to the available memory.
 
 The result does not depend on the machine, its cores or its load: the budget is a number of simulations, and each
 decision to simulate uses the results of all simulations up to the last TOGETHER.
@@ -18,15 +18,15 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.layers.shapes import Job, Plan, Recompute
+from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced, least_of_all
 from megatron_vp.cost.planning.bounds import SLOWEST, Bound, Front, HeldBytes, bound, frontier, time_and_memory
-from megatron_vp.cost.planning.candidates import MOST_BALANCED, REDISTRIBUTED, Candidate, candidates, method_of, refusal
-from megatron_vp.cost.planning.choice import Choice, choose, simplicity
+from megatron_vp.cost.planning.candidates import MOST_BALANCED, candidates, refusal
+from megatron_vp.cost.planning.choice import Verdict, judge
 from megatron_vp.cost.planning.offloading import fits_host, fitted_evaluation, flexible_candidates, offloaded
 from megatron_vp.cost.planning.predict import Prediction, evaluate
 from megatron_vp.cost.planning.variants import Variant
@@ -41,21 +41,21 @@ BALANCED = 4
 """A run whose shards are balanced counts as this many simulations, because balancing its shards takes several."""
 
 COMPARED = 48
-"""Each of the two searches for runs to compare with takes at most this many simulations."""
+"""The search for the run to compare with takes at most this many simulations."""
 
 TOGETHER = 8
 """The number of simulations that start together, and therefore of cores in use."""
 
 
 class Option(NamedTuple):
-    """A run that may be simulated: a candidate for the parallel sizes of a variant. Options are sorted by their lower
-    bounds on iteration time. `place` orders the candidates of a variant.
+    """A run that may be simulated: a plan for the parallel sizes of a variant. Options are sorted by their lower bounds
+    on iteration time. `place` orders the plans of a variant.
     """
 
     bound: Bound
     variant: int
     place: int
-    candidate: Candidate
+    plan: Plan
 
 
 @dataclass
@@ -68,11 +68,11 @@ class Search:
         comparison and flexible schedules.
     chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
     offload: whether to also try offloading activations to host memory.
-    given: the plan that the job's configuration describes; it is always among the simulated runs.
+    given: the job and the plan that its configuration describes; this run is always simulated.
     arguments: the job's arguments; runs that refuse one of them are left out (see `refusal`).
     progress: called with the name of the current step, the number of its tasks that are done, and their total.
     found: simulated runs, fastest first.
-    impossible: candidates that the job cannot run with its own sizes, each with the reason.
+    impossible: plans that the job cannot run with its own sizes, each with the reason.
     count: number of ways to train.
     untried: runs that may be on the frontier but were not simulated, because the budget was used up.
     """
@@ -83,11 +83,11 @@ class Search:
     budget: float = BUDGET
     chunks: int = 2
     offload: bool = False
-    given: Plan | None = None
+    given: tuple[Job, Plan] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
     found: list[Prediction] = field(default_factory=list)
-    impossible: list[tuple[Candidate, str]] = field(default_factory=list)
+    impossible: list[tuple[Plan, str]] = field(default_factory=list)
     count: int = 0
     untried: list[Option] = field(default_factory=list)
 
@@ -95,20 +95,19 @@ class Search:
 
     def __post_init__(self) -> None:
         self.front = Front(self.limit)
-        self.own = [index for index, each in enumerate(self.tried) if each.own]
+        self.own = [each for each in self.tried if not each.settings]
 
     def run(self) -> Search:
         """Simulate what is worth it, and return this object."""
         with worker_pool(min(TOGETHER, len(os.sched_getaffinity(0)))) as self.pool:
-            for index in self.own:
-                self._simulate("predicting", self._own_options(index))
+            self._simulate("predicting", self._own_options())
             if not self.found and len(self.tried) == len(self.own) and self.impossible:
                 raise UserError(f"no schedule can run this job: {self.impossible[0][1]}")
             options = self._bounded()
             self.count = len(self.found) + len(options)
             left = list[Option]()
             for away in (False, True):
-                turns = [option for option in options if bool(option.candidate.plan.offload_chunks) is away]
+                turns = [option for option in options if bool(option.plan.offload_chunks) is away]
                 rest = self.budget
                 for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
 
@@ -117,11 +116,10 @@ class Search:
 
                     turns, rest = self._simulate(what, turns, wanted, rest)
                 left += turns
-            for kind in ("in_megatron", "without_split"):
-                left, _ = self._simulate("comparing", left, partial(self._may_lead, kind), COMPARED)
+            left, _ = self._simulate("comparing", left, self._may_lead, COMPARED)
             self.untried = [option for option in left if self.front.may_gain(option.bound)]
             self._fit()
-        self.found.sort(key=lambda each: (*time_and_memory(each), each.variant))
+        self.found.sort(key=time_and_memory)
         return self
 
     @property
@@ -135,36 +133,31 @@ class Search:
 
         Runs that take more than SLOWEST times as long as the fastest run are left out.
         """
-        best = frontier(each for each in self.fitting if each.candidate.plan.vocab is not VocabMethod.INTERLACED)
+        best = frontier(each for each in self.fitting if each.plan.vocab is not VocabMethod.INTERLACED)
         return [each for each in best if each.iteration_seconds <= SLOWEST * best[0].iteration_seconds]
 
-    def choice(self, band: float) -> Choice:
-        """The recommended run (see `choose`), which is never slower than the one recommended for the job's own sizes.
+    @cached_property
+    def verdict(self) -> Verdict:
+        """The recommended run, compared with Megatron's own best. Raises UserError if nothing fits."""
+        return judge(self.found, self.limit)
 
-        Raises UserError if nothing fits.
-        """
-
-        def simplest(each: Prediction) -> tuple[float, ...]:
-            job = self.tried[each.variant].job
-            return job.context, job.recompute is not Recompute.NONE, job.tensor, job.expert, *simplicity(each)
-
-        own, slowest = [each for each in self.found if each.variant in self.own], math.inf
-        if len(own) < len(self.found) and any(each.fits(self.limit) for each in own):
-            slowest = choose(own, self.limit, band).chosen.iteration_seconds
-        return choose(self.found, self.limit, band, simplest, slowest)
-
-    def _own_options(self, index: int) -> list[Option]:
-        job = self.tried[index].job
-        tried = candidates(job, self.hardware, self.chunks, self.offload)
-        if self.given is not None and all(each.plan != self.given for each in tried):
-            tried.append(Candidate(method_of(self.given), self.given))
-        return [Option(Bound(0.0, 0.0), index, place, each) for place, each in enumerate(tried)]
+    def _own_options(self) -> list[Option]:
+        plans = [
+            (index, plan)
+            for index, each in enumerate(self.tried)
+            if not each.settings
+            for plan in candidates(each.job, self.hardware, self.chunks, self.offload)
+        ]
+        if self.given is not None and self.given not in [(self.tried[index].job, plan) for index, plan in plans]:
+            plans.append((len(self.tried), self.given[1]))
+            self.tried = [*self.tried, Variant(self.given[0], {})]
+        return [Option(Bound(0.0, 0.0), index, place, plan) for place, (index, plan) in enumerate(plans)]
 
     def _bounded(self) -> list[Option]:
         """All options with other sizes than the job's own or with offloaded chunks: those that probably fit first, then
         by their bounds.
         """
-        tried = [(index, each) for index, each in enumerate(self.tried) if self.offload or not each.own]
+        tried = [(index, each) for index, each in enumerate(self.tried) if self.offload or each.settings]
         listed = [
             self.pool.submit(bounded_options, index, each, self.hardware, self.chunks, self.offload)
             for index, each in tried
@@ -190,76 +183,79 @@ class Search:
             batch: list[tuple[Option, Future[list[Prediction] | str]]] = []
             while turns and budget > 0 and len(batch) < together:
                 option = turns.popleft()
-                variant, candidate = self.tried[option.variant], option.candidate
+                variant, plan = self.tried[option.variant], option.plan
                 if not wanted(option):
                     left.append(option)
-                elif self.arguments and (reason := refusal({**self.arguments, **variant.settings}, candidate.plan)):
-                    self._add(reason, option)
+                elif self.arguments and (reason := refusal({**self.arguments, **variant.settings}, plan)):
+                    self._settle(option, reason)
                 else:
-                    found = self.pool.submit(evaluations, candidate, variant.job, self.hardware, self.limit)
+                    found = self.pool.submit(evaluations, plan, variant.job, self.hardware, self.limit)
                     batch.append((option, found))
-                    budget -= BALANCED if is_balanced(candidate, variant.job) else 1
+                    budget -= BALANCED if is_balanced(plan, variant.job) else 1
             for done, (option, future) in enumerate(batch, start=len(options) - len(turns) - len(batch) + 1):
-                self._add(future.result(), option)
+                self._settle(option, future.result())
                 self.progress(what, done, len(options))
         return [*left, *turns], budget
 
-    def _add(self, found: Sequence[Prediction] | str, option: Option) -> None:
-        """Add simulated runs of an option that are not known yet, or the reason why the job cannot run it."""
-        own = self.tried[option.variant].own
-        if isinstance(found, str):
-            self.impossible += [(option.candidate, found)] if own else []
-            return
-        known = {(each.variant, each.candidate) for each in self.found}
+    def _settle(self, option: Option, found: Sequence[Prediction] | str) -> None:
+        """Note an option's simulated runs, or the reason why the job cannot run it with its own sizes."""
+        settings = self.tried[option.variant].settings
+        if not isinstance(found, str):
+            self._add(found, settings)
+        elif not settings:
+            self.impossible.append((option.plan, found))
+
+    def _add(self, found: Sequence[Prediction], settings: Mapping[str, Any]) -> None:
+        """Add simulated runs that are not known yet."""
+        known = {(each.job, each.plan) for each in self.found}
         for each in found:
-            if (option.variant, each.candidate) not in known:
-                each.variant, each.given = option.variant, own and each.plan == self.given
+            if (each.job, each.plan) not in known:
+                each.settings, each.given = settings, (each.job, each.plan) == self.given
                 self.found.append(each)
                 if each.plan.vocab is not VocabMethod.INTERLACED:
                     self.front.add(*time_and_memory(each))
 
-    def _may_lead(self, kind: str, option: Option) -> bool:
-        """Whether an option may be the fastest run of a `kind`."""
-        runs = [each.iteration_seconds for each in self.fitting if getattr(each.candidate, kind)]
-        best, least = min(runs, default=math.inf), option.bound
-        return getattr(option.candidate, kind) and least.seconds < best and least.memory_within(best) <= self.limit
+    def _may_lead(self, option: Option) -> bool:
+        """Whether an option may be the fastest run that Megatron itself supports."""
+        best = min((each.iteration_seconds for each in self.fitting if each.plan.in_megatron), default=math.inf)
+        least = option.bound
+        return option.plan.in_megatron and least.seconds < best and least.memory_within(best) <= self.limit
 
     def _fit(self) -> None:
         """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits. Only a
         run of a smaller base that fits can become faster in this way.
         """
         fitting, running = self.fitting, []
-        for index in dict.fromkeys([*self.own, *(each.variant for each in sorted(fitting, key=time_and_memory)[:1])]):
-            job = self.tried[index].job
-            for candidate, largest in flexible_candidates(job, self.hardware):
-                own = [each for each in fitting if each.variant == index and each.plan.vocab is candidate.plan.vocab]
-                bases = {base.name for base in family(candidate.plan.schedule).bases}
-                if any(each.plan.schedule in bases for each in own) and all(each.candidate != largest for each in own):
-                    asked = candidate, largest, job, self.hardware, self.limit
-                    option = Option(Bound(0.0, 0.0), index, 0, candidate)
-                    running.append((option, self.pool.submit(fitted_evaluation, *asked)))
-        for option, future in running:
-            self._add(future.result(), option)
+        fastest = min(fitting, key=time_and_memory, default=None)
+        sizes = {each.job: each.settings for each in ([fastest] if fastest else [])}
+        sizes = {each.job: each.settings for each in self.own} | sizes
+        for job, settings in sizes.items():
+            for plan, largest in flexible_candidates(job, self.hardware):
+                own = [each for each in fitting if each.job == job and each.plan.vocab is plan.vocab]
+                bases = {base.name for base in family(plan.schedule).bases}
+                if any(each.plan.schedule in bases for each in own) and all(each.plan != largest for each in own):
+                    asked = plan, largest, job, self.hardware, self.limit
+                    running.append((settings, self.pool.submit(fitted_evaluation, *asked)))
+        for settings, future in running:
+            self._add(future.result(), settings)
 
 
-def is_balanced(candidate: Candidate, job: Job) -> bool:
-    """Whether a candidate is also evaluated with balanced shards: if its layers do not divide equally."""
-    plan = candidate.plan
+def is_balanced(plan: Plan, job: Job) -> bool:
+    """Whether a plan is also evaluated with balanced shards: if its layers do not divide equally."""
     uneven = plan.layers is not None and not plan.offload_chunks
     return plan.vocab.is_sharded and uneven and job.pipeline <= MOST_BALANCED
 
 
-def evaluations(candidate: Candidate, job: Job, hardware: Hardware, limit: float) -> list[Prediction] | str:
-    """Evaluate a candidate and, if `balanced` chooses uneven shards for it, also with these. Return the reason if the
-    job cannot run the candidate.
+def evaluations(plan: Plan, job: Job, hardware: Hardware, limit: float) -> list[Prediction] | str:
+    """Evaluate a plan and, if `balanced` chooses uneven shards for it, also with these. Return the reason if the job
+    cannot run the plan.
     """
     try:
-        found = [evaluate(candidate, job, hardware)]
-        if is_balanced(candidate, job) and candidate.plan.vocab_rows is None:
-            assigned = balanced(job, candidate.plan, hardware, limit).plan(candidate.plan)
-            if assigned.vocab_rows is not None:
-                found.append(evaluate(replace(candidate, plan=assigned), job, hardware))
-        return [each for each in found if fits_host(each)]
+        plans = [plan]
+        if is_balanced(plan, job) and plan.vocab_rows is None:
+            assigned = balanced(job, plan, hardware, limit).plan(plan)
+            plans += [assigned] if assigned.vocab_rows is not None else []
+        return [found for each in plans if fits_host(found := evaluate(each, job, hardware))]
     except UserError as error:
         return str(error)
 
@@ -270,16 +266,15 @@ def bounded_options(index: int, variant: Variant, hardware: Hardware, chunks: in
     """
     job, found = variant.job, list[Option]()
     for base in candidates(job, hardware, chunks, offload):
-        layers = base.plan.layers or ()
-        if base.plan.vocab is VocabMethod.INTERLACED or (0 in layers and base.method != REDISTRIBUTED):
-            continue  # `evaluate` would refuse stages without layers.
+        if base.vocab is VocabMethod.INTERLACED:
+            continue
         try:
             away = offloaded(base, job, hardware) if offload else []
-            for candidate in away if variant.own else [base, *away]:
-                least = bound(candidate.plan, job, hardware)
-                if is_balanced(candidate, job):
-                    least = _of_any_shards(least, least_of_all(job, candidate.plan, hardware))
-                found.append(Option(least, index, len(found), candidate))
+            for plan in [base, *away] if variant.settings else away:
+                least = bound(plan, job, hardware)
+                if is_balanced(plan, job):
+                    least = _of_any_shards(least, least_of_all(job, plan, hardware))
+                found.append(Option(least, index, len(found), plan))
         except UserError:
             continue
     return found

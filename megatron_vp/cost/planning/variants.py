@@ -10,7 +10,7 @@ from typing import Any
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Job
-from megatron_vp.cost.planning.candidates import LARGEST
+from megatron_vp.cost.planning.candidates import LARGEST, placed_heads
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.pattern_text import pattern_in
 
@@ -40,13 +40,11 @@ NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
 class Variant:
     """A job distributed over all GPUs.
 
-    settings: the arguments to change in the job's configuration.
-    own: whether this is the job as configured.
+    settings: the arguments to change in the job's configuration; empty for the job as configured.
     """
 
     job: Job
     settings: dict[str, Any]
-    own: bool = False
 
 
 def variants(
@@ -54,7 +52,7 @@ def variants(
 ) -> list[Variant]:
     """All ways to distribute the job of `arguments` over `gpus` GPUs; `keep` names the dimensions that do not vary.
 
-    The first variant is the job as configured, if its parallel sizes and batch size allow `gpus` GPUs. In all other
+    The first variants have the job's own sizes, if these allow `gpus` GPUs. In all other
     variants, each tensor-parallel group lies within one node and uses sequence parallelism. Combinations of sizes that
     the model or the global batch size does not allow are left out. Raises UserError if the arguments have no global
     batch size, or if no combination is left.
@@ -77,14 +75,14 @@ def variants(
         except UserError as error:
             reason = f"the last one tried was refused: {error}"
             continue
-        found.append(Variant(job, settings))
+        found += [Variant(each, settings) for each in placed_heads(job)]
     if not found:
         raise UserError(f"no combination of parallel sizes runs this job on {gpus} GPUs: {reason}")
     try:
-        own = Variant(job_of(arguments, gpus), {}, own=True)
+        own = placed_heads(job_of(arguments, gpus))
     except UserError:
         return found
-    return [own, *(each for each in found if each.job != own.job)]
+    return [*(Variant(job, {}) for job in own), *(each for each in found if each.job not in own)]
 
 
 def _varied(keep: Collection[str]) -> set[str]:
