@@ -95,11 +95,13 @@ def chunks(way: str) -> int:
     return 2 if way.split("/")[0] in ("interleaved", "v-half", "v-min", "zb-v") else 1
 
 
-def way_options(way: str, options: Mapping[str, object]) -> dict[str, object]:
-    """What is added to a job's options to run it in this way."""
+def way_options(way: str, size: int | None = None, **options: object) -> dict[str, object]:
+    """What is added to a job's options to run it in this way, on `size` stages if they do not say on how many."""
     schedule, algorithm = way.split("/")
+    sized = {} if size is None else {"pipeline_model_parallel_size": size}
     laid_out = options.keys() & {"pipeline_model_parallel_layout", "hybrid_layer_pattern"}
     return {
+        **sized,
         "pipeline_schedule": schedule,
         "vocab_parallel": algorithm != "none",
         "vocab_parallel_algorithm": None if algorithm == "none" else algorithm,

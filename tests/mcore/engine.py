@@ -24,6 +24,7 @@ import torch
 from tests.harness.ranks import ROOT, run_ranks
 from tests.harness.training import Run, _merge, tiny_model, train_case
 from tests.mcore import engine_blocks, engine_fp4, engine_kernels
+from tests.mcore.case_parts import way_options
 
 MODEL = {
     "hidden_size": 64,
@@ -277,13 +278,7 @@ def trained(
 
 def pipeline(schedule: str, method: str | None) -> dict[str, object]:
     """The options of a schedule over two stages."""
-    return {
-        "pipeline_model_parallel_size": 2,
-        "pipeline_schedule": schedule,
-        "vocab_parallel": method is not None,
-        "vocab_parallel_algorithm": method,
-        "num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None,
-    }
+    return way_options(f"{schedule}/{method or 'none'}", 2)
 
 
 def assert_checkpoint_moves(

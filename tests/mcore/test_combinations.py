@@ -44,7 +44,7 @@ def test_every_step_equals_plain_megatron(name, way):
     job = BY_NAME[name]
     if job.options.get("optimizer", "sgd") != "sgd":
         pytest.importorskip("emerging_optimizers", reason="pip install emerging-optimizers")
-    split = _run(job, **way_options(way, job.options), **job.ours)
+    split = _run(job, **way_options(way, **job.options), **job.ours)
     if job.precision:
         assert_as_close(split, _plain(name), _exact(name))
     else:

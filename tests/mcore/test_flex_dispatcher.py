@@ -11,7 +11,13 @@ import torch
 
 from tests.harness.ranks import run_ranks
 from tests.harness.training import Run, _merge, comparable_model, train_case
-from tests.mcore.case_parts import BOTH, DEEPSEEK, EVERY_SHAPE, FP32
+from tests.mcore.case_parts import (
+    BOTH,
+    DEEPSEEK,
+    EVERY_SHAPE,
+    FP32,
+    way_options,
+)
 from tests.mcore.comparison import assert_equal
 
 RANKS = 4
@@ -78,11 +84,4 @@ def _trained(same_weights: bool = True, **changes: object) -> Run:
     [each if not number else pytest.param(each, marks=pytest.mark.slow) for number, each in enumerate(EVERY_SHAPE)],
 )
 def test_every_step_equals_plain_megatron_with_the_same_dispatcher(method):
-    schedule, algorithm = method.split("/")
-    ours = _trained(
-        vocab_parallel=True,
-        vocab_parallel_algorithm=algorithm,
-        pipeline_schedule=schedule,
-        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
-    )
-    assert_equal(ours, _trained(), FP32)
+    assert_equal(_trained(**way_options(method)), _trained(), FP32)

@@ -18,7 +18,15 @@ from tests.harness import run_ranks, run_ranks_to_their_end
 from tests.harness.ranks import process_group
 from tests.harness.training import Run, comparable_model, tiny_model, train, train_case
 from tests.mcore import frozen, own_loop
-from tests.mcore.case_parts import AHEAD, BOTH, FULL_RECOMPUTE, MOE, SEQUENCE, TIED
+from tests.mcore.case_parts import (
+    AHEAD,
+    BOTH,
+    FULL_RECOMPUTE,
+    MOE,
+    SEQUENCE,
+    TIED,
+    way_options,
+)
 from tests.mcore.comparison import assert_equal, assert_same_bits
 from tests.mcore.engine import pipeline
 from tests.vocab.test_output import Launches
@@ -66,17 +74,12 @@ def _plain(what: str, options: tuple[tuple[str, object], ...]) -> Run:
     return _run(what, _ranks(dict(options)), dict(options))
 
 
-def _scheduled(method: str) -> dict[str, object]:
-    schedule, algorithm = method.split("/")
-    return pipeline(schedule, None if algorithm == "none" else algorithm)
-
-
 @pytest.mark.parametrize(
     ("what", "options", "method"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 )
 def test_what_is_trained_is_trained_as_in_plain_megatron(what, options, method):
     plain = _plain(what, tuple(options.items()))
-    ours = _run(what, 2 * _ranks(options), options, **_scheduled(method))
+    ours = _run(what, 2 * _ranks(options), options, **way_options(method, 2))
     assert_equal(ours, plain, BOUND)
     assert plain.steps[0].gradients.keys() < plain.parameters.keys()
 
@@ -163,7 +166,7 @@ def to_its_end(rank: int, ranks: int, arguments: list[str], hook: Callable[[list
 
 
 def test_a_layer_frozen_where_plain_megatron_has_it_is_frozen_on_all_ranks():
-    ours = _run("first_rank_only", 2, {}, **_scheduled("1f1b/vocab-2"))
+    ours = _run("first_rank_only", 2, {}, **way_options("1f1b/vocab-2", 2))
     assert_equal(ours, _plain("embedding", ()), BOUND)
 
 

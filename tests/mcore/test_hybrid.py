@@ -9,7 +9,11 @@ import pytest
 
 from megatron_vp.mcore import patches
 from tests.harness.training import comparable_model, train
-from tests.mcore.case_parts import FP32, TIED
+from tests.mcore.case_parts import (
+    FP32,
+    TIED,
+    way_options,
+)
 from tests.mcore.comparison import assert_equal
 
 slow = pytest.mark.slow
@@ -44,17 +48,8 @@ def _arguments(pattern: str, **changes: object) -> list[str]:
 @pytest.mark.parametrize(("size", "schedule", "algorithm", "pattern", "options"), CASES)
 def test_every_step_equals_plain_megatron(size, schedule, algorithm, pattern, options):
     plain = train(1, _arguments(pattern.replace("|", ""), **options))
-    split = train(
-        size,
-        _arguments(
-            pattern,
-            **options,
-            pipeline_model_parallel_size=size,
-            vocab_parallel=algorithm != "none",
-            vocab_parallel_algorithm=None if algorithm == "none" else algorithm,
-            pipeline_schedule=schedule,
-        ),
-    )
+    way = way_options(f"{schedule}/{algorithm}", size, hybrid_layer_pattern=pattern)
+    split = train(size, _arguments(pattern, **options, **way))
     assert_equal(split, plain, FP32)
 
 

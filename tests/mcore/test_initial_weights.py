@@ -36,6 +36,7 @@ from tests.mcore.case_parts import (
     SEQUENCE,
     TENSOR,
     TIED,
+    way_options,
 )
 from tests.mcore.comparison import assert_same_bits
 from tests.mcore.test_launch import run_own_script
@@ -130,12 +131,7 @@ def _job(**options: object) -> tuple[str, ...]:
 )
 def test_weights_and_first_loss_are_plain_megatrons(ranks, size, schedule, method, options, ours, plain):
     options = {"pipeline_model_parallel_size": size, **options}
-    chosen = {
-        "pipeline_schedule": schedule,
-        "vocab_parallel": method != "none",
-        "vocab_parallel_algorithm": None if method == "none" else method,
-    }
-    found = _trained(ranks, _job(**{**options, **chosen, **ours}))
+    found = _trained(ranks, _job(**{**way_options(f"{schedule}/{method}", **options), **options, **ours}))
     expected = _trained(ranks, _job(**{**options, **plain}))
     assert_same_bits(found.parameters, expected.parameters)
     assert any(np.ptp(array) > 0 for name, array in expected.parameters.items() if "weight" in name)

@@ -30,6 +30,7 @@ from megatron_vp.schedule.passes import Pass, PassKind
 from megatron_vp.schedule.request import ScheduleRequest
 from tests.harness.ranks import RankError, run_ranks
 from tests.harness.training import Run, _merge, comparable_model, train_case
+from tests.mcore.case_parts import way_options
 from tests.mcore.comparison import assert_equal
 from tests.mcore.cpu_graphs import Device
 
@@ -248,10 +249,7 @@ def _graphed(
         cuda_graph_impl=implementation,
         cuda_graph_warmup_steps=1,
         cuda_graph_modules=modules,
-        vocab_parallel=True,
-        vocab_parallel_algorithm=method,
-        pipeline_schedule=schedule,
-        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" else None,
+        **way_options(f"{schedule}/{method}"),
         **options,
     )
 

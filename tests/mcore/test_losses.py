@@ -12,7 +12,11 @@ import pytest
 
 from tests.harness import Run, run_ranks, train
 from tests.harness.training import comparable_model, train_case
-from tests.mcore.case_parts import FP32, TIED
+from tests.mcore.case_parts import (
+    FP32,
+    TIED,
+    way_options,
+)
 from tests.mcore.comparison import assert_equal
 
 PER_TOKEN = {"calculate_per_token_loss": True}
@@ -55,12 +59,8 @@ def test_losses_and_gradients(size, schedule, algorithm, smoothing, z_loss, opti
     shards = common.pop("vocab_shards", "even")
     (plain,) = run_ranks(1, eager_loss, comparable_model(**common), smoothing, z_loss)
     split = {
-        "pipeline_model_parallel_size": size,
-        "vocab_parallel": True,
-        "vocab_parallel_algorithm": algorithm,
+        **way_options(f"{schedule}/{algorithm}", size),
         "vocab_shards": shards,
-        "pipeline_schedule": schedule,
-        "num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None,
         "vocab_label_smoothing": smoothing,
         "vocab_z_loss": z_loss,
     }

@@ -16,7 +16,12 @@ from megatron_vp.runtime.buffers import Shapes
 from tests.harness import run_ranks
 from tests.harness.ranks import process_group
 from tests.harness.training import _merge, comparable_model, train_case
-from tests.mcore.case_parts import FP32, MUP, TIED
+from tests.mcore.case_parts import (
+    FP32,
+    MUP,
+    TIED,
+    way_options,
+)
 from tests.mcore.comparison import assert_equal
 
 PER_TOKEN = {"calculate_per_token_loss": True}
@@ -81,15 +86,7 @@ def _arguments(**changes: object) -> list[str]:
 def test_every_step_equals_plain_megatron(size, schedule, algorithm, heads, options, ours):
     common = {"num_layers": 6 if size == 3 else 4, "mtp_num_layers": heads, **options}
     ((plain, expected),) = run_ranks(1, watched, _arguments(**common))
-    split = _arguments(
-        **common,
-        **ours,
-        pipeline_model_parallel_size=size,
-        vocab_parallel=algorithm is not None,
-        vocab_parallel_algorithm=algorithm,
-        pipeline_schedule=schedule,
-        num_virtual_stages_per_pipeline_rank=2 if schedule == "interleaved" and not ours else None,
-    )
+    split = _arguments(**common, **ours, **way_options(f"{schedule}/{algorithm or 'none'}", size, **ours))
     runs, logged = zip(*run_ranks(size, watched, split), strict=True)
     assert_equal(_merge(list(runs)), plain, FP32)
     assert not any(logged[:-1])

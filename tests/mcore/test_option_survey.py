@@ -128,7 +128,7 @@ def train(job: Job, way: str, data: Path, folder: Path, load: Path | None = None
 
 
 def _arguments(job: Job, way: str, options: Mapping[str, object]) -> list[str]:
-    ours = dict(job.plain) if way == PLAIN else way_options(way, options)
+    ours = dict(job.plain) if way == PLAIN else way_options(way, **options)
     if pattern := options.get("hybrid_layer_pattern"):
         layers, slash, heads = str(pattern).partition("/")
         stages = job.size * (1 if way == PLAIN else chunks(way))

@@ -37,6 +37,7 @@ from tests.mcore.case_parts import (
     SEQUENCE,
     TENSOR,
     TIED,
+    way_options,
 )
 from tests.mcore.comparison import assert_equal
 
@@ -82,17 +83,6 @@ def _options(**changes: object) -> dict[str, object]:
     return {"dataloader_inter_document_masking": True, "core_attention": "sdpa"} | changes
 
 
-def _ours(size: int, method: str) -> dict[str, object]:
-    schedule, algorithm = method.split("/")
-    return {
-        "pipeline_model_parallel_size": size,
-        "vocab_parallel": algorithm != "none",
-        "vocab_parallel_algorithm": None if algorithm == "none" else algorithm,
-        "pipeline_schedule": schedule,
-        "num_virtual_stages_per_pipeline_rank": 2 if schedule == "interleaved" else None,
-    }
-
-
 def _train(ranks: int, same_weights: bool = True, **options: object) -> Run:
     return _merge(run_ranks(ranks, packed_case, comparable_model(**options), same_weights=same_weights, timeout=240))
 
@@ -107,7 +97,9 @@ def _plain(ranks: int, options: str) -> Run:
 )
 def test_every_step_equals_plain_megatron(ranks, size, method, options):
     options = _options(**options)
-    assert_equal(_train(ranks, **options, **_ours(size, method)), _plain(ranks // size, json.dumps(options)), FP32)
+    assert_equal(
+        _train(ranks, **options, **way_options(method, size)), _plain(ranks // size, json.dumps(options)), FP32
+    )
 
 
 @slow
@@ -128,13 +120,18 @@ def test_a_fresh_run_starts_from_what_plain_megatron_draws(size, method, options
     """With a micro batch of one: Megatron's own pipeline takes no other."""
     options = _options(**options, **ONE_SEQUENCE)
     plain = _train(size, same_weights=False, **options, pipeline_model_parallel_size=size)
-    assert_equal(_train(size, same_weights=False, **options, **_ours(size, method)), plain, FP32)
+    assert_equal(_train(size, same_weights=False, **options, **way_options(method, size)), plain, FP32)
 
 
 @slow
 def test_training_goes_on_from_checkpoints_of_other_sizes_and_of_plain_megatron(tmp_path):
     options = _options(**{**LLAMA, **AHEAD}, num_layers=12, eval_iters=0)
-    ways = [(2, _ours(2, "v-half/vocab-2")), (1, {}), (3, _ours(3, "zb-h1/vocab-2")), (2, _ours(2, "v-half/vocab-2"))]
+    ways = [
+        (2, way_options("v-half/vocab-2", 2)),
+        (1, {}),
+        (3, way_options("zb-h1/vocab-2", 3)),
+        (2, way_options("v-half/vocab-2", 2)),
+    ]
     whole = _train(2, **options, train_iters=8, **ways[0][1])
     losses, norms = [], []
     for part, (ranks, way) in enumerate(ways):
@@ -245,7 +242,7 @@ def test_conversations_train_as_in_plain_megatron(conversations, ranks, size, me
     options = {**conversations, **options}
     ours, plain = (
         _merge(run_ranks(count, conversations_case, comparable_model(**options, **way), timeout=240))
-        for count, way in ((ranks, _ours(size, method)), (ranks // size, {}))
+        for count, way in ((ranks, way_options(method, size)), (ranks // size, {}))
     )
     tokens = [count for step in plain.steps for _, count in step.microbatches]
     assert max(tokens) < 256  # prompts and padding count in no loss

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES
 from tests.harness.training import Run, comparable_model, train
+from tests.mcore.case_parts import way_options
 from tests.mcore.comparison import assert_as_close, assert_equal
 
 STEPS = 5
@@ -73,10 +74,7 @@ def _arguments(layers: int, microbatches: int, tied: bool, positions: str, **cha
 def _schedule(schedule: str, size: int, method: str) -> dict[str, object]:
     """Arguments of a run under one of our schedules."""
     return {
-        "pipeline_model_parallel_size": size,
-        "pipeline_schedule": schedule,
-        "vocab_parallel": method != "none",
-        "vocab_parallel_algorithm": None if method == "none" else method,
+        **way_options(f"{schedule}/{method}", size),
         "num_virtual_stages_per_pipeline_rank": 2 if FAMILIES[schedule].chunks is None else None,
         "activation_limit": f"{size / 2 + 2:g}" if FAMILIES[schedule].bases else None,
     }
