@@ -39,23 +39,19 @@ class Recorder:
 
     spans: everything recorded; spans of one stream or thread are in the order in which they ended.
     milliseconds: after `finish`, how long the iteration took.
-    clock_error: largest possible difference in nanoseconds between the times of spans and the host's clock. The
-        difference is the same for all spans.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[Work, Any, Any]] = []
         self.spans: list[Span] = []
-        self.milliseconds, self.clock_error = 0.0, 0
+        self.milliseconds = 0.0
         if self._on_gpu:
             torch.cuda.synchronize()
             before = time.perf_counter_ns()
             self._anchor = self._mark()
             self._anchor.synchronize()
-            after = time.perf_counter_ns()
-            self._anchor_ns = (before + after) // 2
-            self.clock_error = (after - before) // 2
+            self._anchor_ns = (before + time.perf_counter_ns()) // 2
         self._started = time.perf_counter_ns()
 
     def _mark(self) -> Any:

@@ -1,18 +1,18 @@
 """Writes the trace of one rank: the spans of the traced iterations, on one time axis for all ranks of the pipeline.
 
-No rank leaves an all-gather before every rank has entered it. Let `o` be the number to add to this rank's clock to get
-rank 0's clock. Suppose that this rank enters and leaves an all-gather at times `enter` and `leave` on its own clock,
-and that rank 0 does so at `enter_0` and `leave_0` on its own clock. Then `enter_0 - leave <= o <= leave_0 - enter`. A
-few all-gathers narrow `o` down to an interval. Its midpoint is taken as `o`, and half its width bounds the error. Ranks
-on rank 0's host read the same clock as rank 0, so their offset is exactly 0.
+All ranks leave an all-gather at nearly the same moment. The median difference between rank 0's clock and this rank's
+clock at the end of a few all-gathers is added to this rank's times. Ranks on rank 0's host read the same clock as rank
+0, so their times need no correction.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from operator import sub
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,38 +30,22 @@ _ROUNDS = 8
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Alignment(NamedTuple):
-    """Relates this rank's clock to rank 0's; all fields are in nanoseconds.
+def align(pipeline: dist.ProcessGroup) -> tuple[int, int, int]:
+    """Compare this rank's clock with rank 0's. All pipeline ranks must call this while no schedule is running.
 
-    offset: the number to add to this rank's `perf_counter_ns` to get rank 0's.
-    error: bound on the error of `offset`.
-    origin: a reference time on rank 0's clock; the same number on all ranks.
-    wall: rank 0's `time_ns` at about the time `origin`; the same number on all ranks.
+    Returns nanoseconds: the number to add to this rank's `perf_counter_ns` to get rank 0's, and the present time on
+    rank 0's `perf_counter_ns` and `time_ns`, which are the same numbers on all ranks.
     """
-
-    offset: int
-    error: int
-    origin: int
-    wall: int
-
-
-def align(pipeline: dist.ProcessGroup) -> Alignment:
-    """Compare this rank's clock with rank 0's. All pipeline ranks must call this while no schedule is running."""
     token = torch.zeros(1, device=pipeline_device())
     tokens = token.new_zeros(pipeline.size())
-    enter, leave = [], []
+    ends = []
     for _ in range(_ROUNDS):
-        enter.append(time.perf_counter_ns())
         dist.all_gather_into_tensor(tokens, token, pipeline)
         tokens.tolist()  # On a GPU, `tolist` makes the host wait for the all-gather.
-        leave.append(time.perf_counter_ns())
+        ends.append(time.perf_counter_ns())
     host = _BOOT.read_text() if _BOOT.exists() else pipeline.rank()
-    (enter_0, leave_0, first_host, wall), *_ = from_all((enter, leave, host, time.time_ns()), pipeline)
-    lowest = max(a - b for a, b in zip(enter_0, leave, strict=True))
-    highest = min(a - b for a, b in zip(leave_0, enter, strict=True))
-    if host == first_host and lowest <= 0 <= highest:
-        lowest = highest = 0
-    return Alignment((lowest + highest) // 2, (highest - lowest) // 2, leave_0[-1], wall)
+    (ends_0, host_0, wall), *_ = from_all((ends, host, time.time_ns()), pipeline)
+    return 0 if host == host_0 else round(median(map(sub, ends_0, ends))), ends_0[-1], wall
 
 
 class PipelineTrace:
@@ -75,8 +59,8 @@ class PipelineTrace:
 
     def __init__(self, folder: Path, iterations: range, pipeline: dist.ProcessGroup) -> None:
         self._folder, self._iterations, self._pipeline = folder, iterations, pipeline
-        self._iteration, self._clock_error = 0, 0.0
-        self._alignments: list[Alignment] = []
+        self._iteration = 0
+        self._alignments: list[tuple[int, int, int]] = []
         self._microbatches: dict[int, int] = {}
         self._spans: list[TracedSpan] = []
 
@@ -90,32 +74,31 @@ class PipelineTrace:
 
     def add(self, recorder: Recorder, schedule: Schedule, *_unused: Any) -> None:
         """Add the iteration that `recorder` has finished, and write the file."""
-        first, now = self._alignments[0], self._alignments[-1]
-        shift = now.offset - first.origin
+        _, origin, wall = self._alignments[0]
+        shift = self._alignments[-1][0] - origin
         self._microbatches[self._iteration] = schedule.microbatches
-        self._clock_error = max(self._clock_error, (now.error + recorder.clock_error) / 1e6)
-        self._spans += traced_spans(recorder.spans, self._iteration, lambda nanoseconds: (nanoseconds + shift) / 1e6)
+        self._spans += traced_spans(recorder.spans, self._iteration, shift)
         trace = RankTrace(
-            run=str(first.wall),
+            run=str(wall),
             rank=self._pipeline.rank(),
             schedule=schedule.name,
             vocab=schedule.vocab.value,
             placement=schedule.placement.stage_of,
             microbatches=self._microbatches,
-            clock_error=self._clock_error,
             spans=tuple(self._spans),
         )
         write_report(path_of(self._folder, trace.rank), trace.to_json(), "the pass trace")
 
 
-def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], float]) -> list[TracedSpan]:
-    """Convert recorded spans to trace spans, sorted by start.
+def traced_spans(spans: Sequence[Span], iteration: int, shift: int) -> list[TracedSpan]:
+    """Convert recorded spans to trace spans, sorted by start, with times later by `shift` nanoseconds.
 
-    Posts get no spans, because they take no time. `axis` converts a recorded moment to milliseconds.
+    Posts get no spans, because they take no time.
     """
     traced = []
     for span in spans:
         lane, name = Lane.COMPUTE, str(span.work)
+        times = ((span.start + shift) / 1e6, (span.end + shift) / 1e6)
         match span.work:
             case Post():
                 continue
@@ -130,5 +113,5 @@ def traced_spans(spans: Sequence[Span], iteration: int, axis: Callable[[int], fl
             case operation:
                 lane = Lane.COPIES if isinstance(operation, Copy) else Lane.SECOND_STREAM
                 category = category_of(operation)
-        traced.append(TracedSpan(iteration, lane, name, category, axis(span.start), axis(span.end)))
+        traced.append(TracedSpan(iteration, lane, name, category, *times))
     return sorted(traced, key=lambda item: item.start)

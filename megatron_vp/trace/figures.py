@@ -175,7 +175,6 @@ def table(traces: Sequence[RankTrace], found: Figures) -> str:
         f"schedule {first.schedule}, vocabulary {first.vocab}: {len(traces)} ranks, "
         f"{' or '.join(map(str, counts))} microbatches, iterations {', '.join(map(str, iterations))} of the job",
         f"mean times in ms: {times}",
-        f"clocks of the ranks agree within {max(trace.clock_error for trace in traces):.3g} ms",
         "",
         *aligned(rows),
         "",

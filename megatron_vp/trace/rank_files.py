@@ -51,11 +51,10 @@ class TracedSpan:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's recording; all fields except `rank`, `clock_error` and `spans` are the same on all ranks of a run.
+    """One rank's recording; all fields except `rank` and `spans` are the same on all ranks of a run.
 
     placement: the virtual stages of each rank, as in a schedule.
     microbatches: the number of microbatches in each traced iteration.
-    clock_error: milliseconds by which this rank's times may be off relative to rank 0's.
     spans: everything recorded, in order of start.
     """
 
@@ -65,7 +64,6 @@ class RankTrace:
     vocab: str
     placement: tuple[tuple[int, ...], ...]
     microbatches: dict[int, int]
-    clock_error: float
     spans: tuple[TracedSpan, ...]
 
     @property
@@ -76,7 +74,6 @@ class RankTrace:
     def to_json(self) -> str:
         """Format this trace as Perfetto JSON, which `from_json` reads back."""
         about = {name: getattr(self, name) for name in (*_NAMES, "placement", "microbatches")}
-        about["clock_error_ms"] = self.clock_error
         return json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": self.events()})
 
     def events(self) -> list[perfetto.Event]:
@@ -99,7 +96,6 @@ class RankTrace:
             **{name: about[name] for name in _NAMES},
             placement=tuple(map(tuple, about["placement"])),
             microbatches={int(iteration): int(count) for iteration, count in about["microbatches"].items()},
-            clock_error=float(about["clock_error_ms"]),
             spans=tuple(_span(event) for event in document["traceEvents"] if event["ph"] == "X"),
         )
 

@@ -69,7 +69,6 @@ def test_a_collective_runs_then_is_waited_for(traced):
 
 def test_ranks_share_a_time_axis(traced):
     _, traces, _ = traced
-    assert all(trace.clock_error == 0 for trace in traces), "processes of one host read one clock"
     assert all(span.start >= 0 for trace in traces for span in trace.spans)
     ended = {(t.rank, s.iteration, s.name): s.end for t in traces for s in t.spans if s.lane is Lane.COMPUTE}
     started = {(t.rank, s.iteration, s.name): s.start for t in traces for s in t.spans if s.lane is Lane.COMPUTE}

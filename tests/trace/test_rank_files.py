@@ -47,7 +47,7 @@ def recorded(scale=1.0, schedule=None):
         ]
         placement = schedule.placement.stage_of
         about = schedule.name, schedule.vocab.value, placement, dict.fromkeys(START, schedule.microbatches)
-        traces.append(RankTrace("7", rank, *about, 0.0, tuple(spans)))
+        traces.append(RankTrace("7", rank, *about, tuple(spans)))
     return timeline, traces
 
 
@@ -148,7 +148,7 @@ def test_the_command_merges_into_what_the_simulator_draws(tmp_path):
     lines = result.stdout.splitlines()
     assert lines[0] == "schedule 1f1b, vocabulary vocab-2: 3 ranks, 4 microbatches, iterations 4 of the job"
     assert "F=3 B=6 W=0 S=1 T=1.5 IF=0.5 IB=0.25 comm=0" in lines[1]
-    rows = [line.split() for line in lines[5:8]]
+    rows = [line.split() for line in lines[4:7]]
     for row, busy in zip(rows, timeline.busy, strict=True):
         assert float(row[1]) == pytest.approx(busy, abs=0.01)
         assert float(row[2]) == pytest.approx(100 * (1 - busy / timeline.makespan), abs=0.01)
