@@ -70,9 +70,6 @@ class SleepingModel:
         """Return gradients of one."""
         return torch.ones_like(token_loss_bs)
 
-    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Do nothing."""
-
 
 class SleepingOutput(OutputLayer):
     """S and T of a tiny shard, with results of the right shape, which are made in advance or during the pass.

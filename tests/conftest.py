@@ -3,7 +3,6 @@ a GPU.
 """
 
 import os
-import signal
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ import tests.harness.parsers  # noqa: F401
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which Megatron's utilities do, too
-
-# A suite that nohup started hands an ignored SIGHUP down to the processes that are tested for ending at it.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_collection_modifyitems(config, items):

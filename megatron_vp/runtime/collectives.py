@@ -45,14 +45,12 @@ class VocabularyCollectives:
         self._layer_shards = layer_shards
         self._holds_rows = layer_shards.holds_rows
         self._gradients = gradients
-        self._embedding_gradients = gradients and layer_shards.trains_embedding
         self._reduces_in_c1 = gradients and schedule.vocab is VocabMethod.VOCAB_2
         self._holds_first = groups.rank == placement.first_rank
         self._holds_last = groups.rank == placement.last_rank
         self._holds_mtp = shapes.words_stage in placement.stage_of[groups.rank]
         self._word_ranks = sorted(placement.word_ranks(shapes.words_stage))
         self._has_words = groups.rank in self._word_ranks
-        self._no_rows = [0] * len(groups.members)
         self._runs_loss = groups.rank == len(groups.members) - 1
         self._counts = count_buffer(schedule.microbatches, len(groups.members), shapes.device)
         # The collectives whose results this rank uses.
@@ -118,9 +116,8 @@ class VocabularyCollectives:
             for depth, target in enumerate(shapes.predictions_of(labels_n)):
                 target.copy_(shapes.ahead(labels_be, depth).t().unflatten(0, (shapes.sp_size, -1)))
 
-        # EMBED and EMBED_GRAD use the exchange, and ranks with rows also use it in IF and IB. EMBED_GRAD and IB use it
-        # only if the embedding is trained.
-        uses = (1 + self._holds_rows) * (1 + self._embedding_gradients)
+        # EMBED and EMBED_GRAD use the exchange, and ranks with rows also use it in IF and IB.
+        uses = (1 + self._holds_rows) * (1 + self._gradients)
         return communicate, [(Slot.ROW_EXCHANGE, exchange, uses), (Slot.TARGETS, labels_n, int(self._holds_rows))]
 
     def _embed(self, microbatch: int, root: int) -> Parts:
@@ -133,7 +130,7 @@ class VocabularyCollectives:
         own_kh = self._store.take(Slot.OWN_ROWS, microbatch) if self._holds_rows else self._shapes.rows(0)
         outgoing = self._to_word_ranks(len(own_kh))
         sent_kh = own_kh.repeat(len(self._word_ranks), 1) if len(self._word_ranks) > 1 else own_kh
-        incoming = exchange.counts if self._has_words else self._no_rows
+        incoming = exchange.counts if self._has_words else self._to_word_ranks(0)
         received_kh = self._shapes.rows(sum(incoming))
         words_nh = self._shapes.rows(len(exchange.tokens_n) if self._has_words else 0)
 
@@ -220,16 +217,14 @@ class VocabularyCollectives:
         ]
 
     def _embed_grad(self, microbatch: int, root: int) -> Parts:
-        """Send the gradients of embedding rows back to the rows' owners; send nothing if the embedding is frozen."""
-        if not self._embedding_gradients:
-            return lambda: None, [(Slot.OWN_ROW_GRADS, (), 1)]
+        """Send the gradients of embedding rows back to the rows' owners, even if the embedding is frozen."""
         exchange = self._row_exchange(microbatch)
         gradients_nh = []
         if self._holds_first:
             gradients_nh.append(self._store.take(Slot.EMBEDDING_GRAD, microbatch))
         if self._holds_mtp:
             gradients_nh.append(self._store.take(Slot.MTP_EMBEDDING_GRAD, microbatch))
-        outgoing = exchange.counts if self._has_words else self._no_rows
+        outgoing = exchange.counts if self._has_words else self._to_word_ranks(0)
         outgoing_nh = exchange.sort_by_owner(sum(gradients_nh)) if self._has_words else self._shapes.rows(0)
         own = exchange.counts[self._groups.rank] if self._holds_rows else 0
         incoming = self._to_word_ranks(own)
@@ -280,4 +275,4 @@ class VocabularyCollectives:
         return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
 
     def _to_word_ranks(self, count: int) -> list[int]:
-        return [count if rank in self._word_ranks else 0 for rank in range(len(self._no_rows))]
+        return [count if rank in self._word_ranks else 0 for rank in range(len(self._groups.members))]

@@ -36,15 +36,12 @@ class LayerShards:
     """The token loss, and this rank's shards of the vocabulary layers (None on a rank without vocabulary rows).
 
     Tied layers share one weight.
-
-    trains_embedding: whether the embedding's weight is trained (not frozen) on the ranks that hold its rows.
     """
 
     shards: VocabShards
     embedding: EmbeddingLayer | None
     output: OutputLayer | None
     loss: TokenLoss = CROSS_ENTROPY
-    trains_embedding: bool = True
 
     @property
     def holds_rows(self) -> bool:

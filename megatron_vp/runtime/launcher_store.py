@@ -43,14 +43,11 @@ class Notes:
 
     def read(self, ranks: Iterable[int], seconds: float = 0.0) -> dict[int, str]:
         """Return the texts of `ranks`, without those that leave none within `seconds`."""
-        wanted, began = list(ranks), time.monotonic()
-        while not (whole := self._store.check([str(rank) for rank in wanted])):
-            passed = time.monotonic() - began
-            if passed >= seconds:
-                break
+        wanted, began = list(map(str, ranks)), time.monotonic()
+        while not self._store.check(wanted) and (passed := time.monotonic() - began) < seconds:
             time.sleep(min(max(passed / 20, 0.02), 1.0, seconds - passed))
-        left = wanted if whole else [rank for rank in wanted if self._store.check([str(rank)])]
-        return {rank: self._store.get(str(rank)).decode(errors="replace") for rank in left}
+        left = (rank for rank in wanted if self._store.check([rank]))
+        return {int(rank): self._store.get(rank).decode(errors="replace") for rank in left}
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megatron_vp.runtime.buffers import Shapes
@@ -18,19 +18,9 @@ from megatron_vp.runtime.sharded_vocab_passes import ShardedVocabPasses
 from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, Stream, second_stream
 from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, Wait
-from megatron_vp.schedule.pass_kinds import Held, PassKind
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.transfers import Collective, Copy, Message, Operation
-
-
-def execute(
-    program: Program, handlers: Mapping[type, Callable[[Any], None]], observer: Observer, progress: Progress
-) -> None:
-    """Run every instruction of `program` in order, with one handler for each kind of instruction."""
-    for instruction in program.instructions:
-        progress.at(instruction)
-        with observer(instruction):
-            handlers[type(instruction)](instruction)
 
 
 class Pipeline:
@@ -55,12 +45,12 @@ class Pipeline:
         *,
         gradients: bool,
         observer: Observer = unobserved,
-    ) -> tuple[float, int]:
+    ) -> float:
         """Run one iteration. `Iteration` describes the arguments.
 
         Returns:
-            The largest numbers of microbatches that were held at once, with activations and with logits. Activations
-            count as 1/v for each of the rank's v chunks. Logits are held between S and T (`PendingOutput`).
+            The largest number of microbatches whose activations were held at once. They count as 1/v for each of the
+            rank's v chunks.
         """
         store = Store()
         marks_device = shapes.device.type == "cuda"
@@ -78,45 +68,37 @@ class Pipeline:
             runners[Copy] = offload
         runners[Message] = Links(iteration)
         passes = chunks.handlers | (offload.handlers if offload else {})
-        posted: dict[Operation, Callable[[], None]] = {}
-
-        def run(instruction: Run) -> None:
-            action = instruction.action
-            passes[action.kind](action.microbatch, action.chunk)
-
-        def post(instruction: Post) -> None:
-            operation = instruction.operation
-            complete = runners[type(operation)].post(operation)
-            if complete is not None:
-                posted[operation] = complete
-
-        def wait(instruction: Wait) -> None:
-            posted.pop(instruction.operation)()
-            if marks_device:
-                self.progress.mark(instruction, CudaEvent())
-
-        handlers = {
-            Load: lambda instruction: chunks.load(instruction.microbatch),
-            Run: run,
-            Loss: lambda instruction: chunks.loss(instruction.microbatch),
-            Post: post,
-            Wait: wait,
-        }
+        posted: dict[Operation, Callable[[], None] | None] = {}
         with self.progress.schedule():
-            execute(program, handlers, observer, self.progress)
+            for instruction in program.instructions:
+                self.progress.at(instruction)
+                with observer(instruction):
+                    match instruction:
+                        case Run(action):
+                            passes[action.kind](action.microbatch, action.chunk)
+                        case Load(microbatch):
+                            chunks.load(microbatch)
+                        case Loss(microbatch):
+                            chunks.loss(microbatch)
+                        case Post(operation):
+                            posted[operation] = runners[type(operation)].post(operation)
+                        case Wait(operation):
+                            posted.pop(operation)()
+                            if marks_device:
+                                self.progress.mark(instruction, CudaEvent())
             self.progress.at(FINISHING)
             for runner in runners.values():
                 runner.finish()
-        assert not posted, f"operations were posted but never awaited: {[str(operation) for operation in posted]}"
+        left = [str(operation) for operation, complete in posted.items() if complete]
+        assert not left, f"operations were posted but never awaited: {left}"
         store.assert_empty()
         if gradients:
             store.assert_peaks(program.peaks)
-        return store.held[Held.ACTIVATIONS].peak / schedule.chunks, store.held[Held.LOGITS].peak
+        return store.held[Held.ACTIVATIONS].peak / schedule.chunks
 
     def _offload(self, iteration: Iteration) -> Offload | None:
-        """Create the `Offload` of a program with copies to the host; return None for other programs."""
-        passes = [each.action for each in iteration.program.instructions if isinstance(each, Run)]
-        chunks = {step.chunk for step in passes if step.kind is PassKind.O}
+        """Create the `Offload` of this rank's chunks; return None if none is offloaded."""
+        chunks = {chunk for rank, chunk in iteration.schedule.offloaded if rank == self.groups.rank}
         if not chunks:
             return None
         self._copies = self._copies or second_stream(iteration.shapes.device, alone=self.groups.alone)

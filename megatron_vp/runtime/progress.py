@@ -70,8 +70,6 @@ class Progress:
         """Names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this function."""
         self._marks: deque[tuple[Wait, Any]] = deque()
         self._finished = finished
-        self._counted = 0
-        """Number of iterations that the host has issued to the device."""
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
@@ -82,7 +80,6 @@ class Progress:
         try:
             yield
             if self._finished is not None:
-                self._counted += 1
                 self._finished.add()
         except UserError:
             raise
@@ -114,7 +111,7 @@ class Progress:
     def place(self) -> tuple[int, Instruction | str | None]:
         """A value that changes whenever this rank makes progress."""
         iteration, at, behind = self.iteration, self.instruction, self.behind
-        if at is None and (self._finished is None or self._finished.count() >= self._counted):
+        if at is None and (self._finished is None or self._finished.count() >= self.iteration):
             behind = None  # Marks are not queried outside a schedule, so `behind` is out of date.
         return iteration, at if isinstance(at, _HOSTS_OWN) else behind or at
 

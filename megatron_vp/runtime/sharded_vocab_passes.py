@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -28,11 +27,6 @@ class ShardedVocabPasses(ChunkPasses):
         self._method = iteration.schedule.vocab
         # Evaluation reports the plain cross entropy, without smoothing or z-loss.
         self._token_loss = layer_shards.loss if self._gradients else CROSS_ENTROPY
-        # The last contribution to a weight's gradient completes the gradient.
-        self._contributions: Counter[torch.nn.Parameter] = Counter()
-        for layer in (layer_shards.embedding, layer_shards.output):
-            if layer is not None and layer.weight.requires_grad:
-                self._contributions[layer.weight] += iteration.schedule.microbatches
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -72,15 +66,12 @@ class ShardedVocabPasses(ChunkPasses):
         return leaf, self._model.embed(microbatch, words_bsh)
 
     def _give_gradient(self, microbatch: int, stage: int, leaf: Any) -> None:
-        """Store the gradient of a chunk's input. Gradients of embedding rows, [b e, h], are for the rows' owners,
-        unless the embedding is frozen.
-        """
+        """Store the gradient of a chunk's input. Gradients of embedding rows, [b e, h], are for the rows' owners."""
         super()._give_gradient(microbatch, stage, leaf)
         if stage == self._shapes.words_stage:
             ahead = self._store.take(Slot.MTP_LEAF, microbatch)
-            if self._layer_shards.trains_embedding:
-                self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
-        if stage == 0 and self._layer_shards.trains_embedding:
+            self._store.put(Slot.MTP_EMBEDDING_GRAD, microbatch, ahead.grad)
+        if stage == 0:
             self._store.put(Slot.EMBEDDING_GRAD, microbatch, leaf.grad)
 
     def _give_last_output(self, microbatch: int, output: torch.Tensor) -> None:
@@ -126,21 +117,9 @@ class ShardedVocabPasses(ChunkPasses):
         )
         if returns_gradient:
             self._store.put(Slot.GRAD_PART, microbatch, part_nh)
-        self._contributed(self._output.weight)
 
     def _embed_backward(self, microbatch: int, chunk: int) -> None:
         gradients = self._store.take(Slot.OWN_ROW_GRADS, microbatch)
-        if not self._layer_shards.trains_embedding:
-            return
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
-        for gradient_kh in gradients:
+        for gradient_kh in gradients if self._embedding.weight.requires_grad else ():
             self._embedding.backward_pass(exchange, gradient_kh)
-        self._contributed(self._embedding.weight)
-
-    def _contributed(self, weight: torch.nn.Parameter) -> None:
-        """Count a contribution to a trained weight's gradient, and tell the model about the last one."""
-        if weight not in self._contributions:
-            return
-        self._contributions[weight] -= 1
-        if not self._contributions[weight]:
-            self._model.gradient_complete(weight)

@@ -58,8 +58,8 @@ class Slot(Enum):
     """
 
     ROW_EXCHANGE = auto()
-    """The rank that owns the embedding row of each token (`RowExchange`). Produced by TOKENS; consumed by IF, EMBED
-    and, unless the embedding is frozen, EMBED_GRAD and IB.
+    """The rank that owns the embedding row of each token (`RowExchange`). Produced by TOKENS; consumed by IF, EMBED,
+    EMBED_GRAD and IB.
     """
     TARGETS = auto()
     """Label of every row of the last stage's output, int64 [outputs]. Produced by TOKENS; consumed by S."""
@@ -72,16 +72,12 @@ class Slot(Enum):
     MTP_LEAF = auto()
     """MTP_EMBEDDING as an autograd leaf. Produced by F of the last stage; consumed by B of the last stage."""
     EMBEDDING_GRAD = auto()
-    """Gradient of EMBEDDING; absent if the embedding is frozen. Produced by B of the first stage; consumed by
-    EMBED_GRAD.
-    """
+    """Gradient of EMBEDDING. Produced by B of the first stage; consumed by EMBED_GRAD."""
     MTP_EMBEDDING_GRAD = auto()
-    """Gradient of MTP_EMBEDDING; absent if the embedding is frozen. Produced by B of the last stage; consumed by
-    EMBED_GRAD.
-    """
+    """Gradient of MTP_EMBEDDING. Produced by B of the last stage; consumed by EMBED_GRAD."""
     OWN_ROW_GRADS = auto()
-    """Gradients of OWN_ROWS from each stage that uses embeddings, [1 or 2, r, h]; empty if the embedding is frozen.
-    Produced by EMBED_GRAD; consumed by IB.
+    """Gradients of OWN_ROWS from each stage that uses embeddings, [1 or 2, r, h]. Produced by EMBED_GRAD; consumed by
+    IB.
     """
 
     LAST_OUTPUT = auto()

@@ -30,20 +30,14 @@ from megatron_vp.errors import at_last, printable, say
 from megatron_vp.runtime.launcher_store import Notes, named
 from megatron_vp.runtime.progress import Progress
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
-"""Signals with which a launcher, a scheduler or a closing terminal ends a process."""
-_LOOKS_A_LIMIT = 20
-_LONGEST_LOOK_SECONDS = 1.0
-_SECONDS_TO_ANSWER, _MOST_SECONDS_TO_ANSWER = 3.0, 8.0
-"""Limits on how long the other ranks may take to answer a roll call. Stuck ranks check for one once per second."""
+_LOOK_SECONDS = 1.0
+"""Time between two looks at the progress, or at the store of a stuck rank for a roll call, in seconds."""
+_SECONDS_TO_ANSWER = 4.0
+"""How long the other ranks may take to answer a roll call."""
 _LAST_WORDS_SECONDS = 1.0
 """Seconds that a rank stays alive after collecting all answers. If it exited right away, peers that are still
-collecting answers would report its broken connections instead of the answers. Also the time for answers after a
-termination signal.
+collecting answers would report its broken connections instead of the answers.
 """
-_TOLD_SECONDS = 2.0
-"""Seconds that a process may continue after a termination signal, to ask its peers what they are doing."""
-_ROUND_SECONDS = 0.1
 _STORE_SECONDS = 10.0
 """Time limit for each operation on the store, in seconds, when a rank answers a roll call."""
 
@@ -59,13 +53,10 @@ class Watchdog:
 
     def __init__(self, progress: Progress, first_limit: float, limit: float) -> None:
         self._progress, self._first_limit, self._limit = progress, first_limit, limit
-        self._period = min(min(first_limit, limit) / _LOOKS_A_LIMIT, _LONGEST_LOOK_SECONDS)
         self._own = progress.members[progress.rank]
         self._call = -1 - progress.members[0]
         """In place of a rank in the notes: the roll of this pipeline has been called."""
-        self._told: int | None = None
-        """The first signal that told this process to end."""
-        self._signals = _signals()
+        self._told = _pipe_of_sigterm()
         self._looking, self._answering = threading.Lock(), threading.Lock()
         """Each is held while its thread reads the progress or contacts the store, and forever after `_stop`."""
 
@@ -87,33 +78,27 @@ class Watchdog:
         """
         self._looking.acquire(timeout=1)
         self._answering.acquire(timeout=_STORE_SECONDS + 1)
-        if self._signals is not None:
-            _forget(self._signals[1])
+        if self._told is not None:
+            _forget()
 
     def watch(self) -> None:
         """Watch the rank until it stalls or is told to end."""
         place, since = self._progress.place(), time.monotonic()
         while True:
             limit = self._first_limit if self._progress.iteration < 2 else self._limit
-            self._sleep(self._period)
+            if self._sleep():
+                end_process(128 + signal.SIGTERM, f"error: {self._progress.sentence()} when it received SIGTERM")
             with self._looking:
-                now, there = time.monotonic(), self._progress.place()
-            if there != place:
-                place, since = there, now
+                now, before, place = time.monotonic(), place, self._progress.place()
+            if place != before:
+                since = now
             stood = now - since
             # Outside a schedule, Megatron's own time limits apply.
-            if self._told is None and (stood < limit or there[1] is None):
-                continue
-            said = self._progress.sentence()
-            if self._told is None:
-                others = self.others(min(max(limit / 5, _SECONDS_TO_ANSWER), _MOST_SECONDS_TO_ANSWER))
-                self._sleep(_LAST_WORDS_SECONDS)
-            else:
-                # A rank that has made progress recently does not start a roll call.
-                others = self.others(_LAST_WORDS_SECONDS, call=stood >= limit / 4)
-            if self._told is None:
+            if stood >= limit and place[1] is not None:
+                said = self._progress.sentence()
+                others = self.others()
+                time.sleep(_LAST_WORDS_SECONDS)
                 end_process(1, f"error: {said} ({stood:.0f} s){others}")
-            end_process(128 + self._told, f"error: {said} when it received {signal.Signals(self._told).name}{others}")
 
     def answer(self) -> None:
         """Record what this rank is doing, if another rank calls the roll while this rank is stuck. A rank that makes
@@ -123,7 +108,7 @@ class Watchdog:
         """
         place = notes = None
         while True:
-            time.sleep(self._period)
+            time.sleep(_LOOK_SECONDS)
             with self._answering, suppress(Exception):  # The process that hosts the store may have exited.
                 before, place = place, self._progress.place()
                 if place == before:
@@ -131,56 +116,40 @@ class Watchdog:
                     if notes.read([self._call]):
                         notes.leave(self._own, self._progress.sentence())
 
-    def others(self, seconds: float = _SECONDS_TO_ANSWER, call: bool = True) -> str:
-        """Record what this rank is doing, and return a text that names the ranks that hold up the pipeline. The main
-        thread calls this when a connection breaks.
+    def others(self) -> str:
+        """Record what this rank is doing, call the roll, and return a text that names the ranks that hold up the
+        pipeline. The main thread calls this when a connection breaks.
 
-        The text lists the ranks that do not wait for others, then the ranks without a record. Other ranks may take
-        `seconds` to answer if the machine is idle. If this rank does not `call` the roll, and no other rank has called
-        it, the text is empty.
+        The text lists the ranks that do not wait for others, then the ranks without a record.
         """
-        heard: dict[int, str] = {}
-        members = self._progress.members
+        peers = [rank for rank in self._progress.members if rank != self._own]
+        answers: list[dict[int, str]] = []
 
         def ask() -> None:
             with suppress(Exception):
-                notes, said = _notes(2 * seconds), self._progress.sentence()
-                notes.leave(self._own, said)
-                if call:
-                    notes.leave(self._call)
-                elif not notes.read([self._call]):
-                    return
-                heard[self._own] = said
-                # On a busy machine, each round takes longer, and the other ranks get more than `seconds`.
-                for _ in range(round(seconds / _ROUND_SECONDS)):
-                    if silent := [rank for rank in members if rank not in heard]:
-                        found = notes.read(silent, _ROUND_SECONDS)
-                        heard.update((rank, printable(word)) for rank, word in found.items())
+                notes = _notes(2 * _SECONDS_TO_ANSWER)
+                notes.leave(self._own, self._progress.sentence())
+                notes.leave(self._call)
+                answers.append(notes.read(peers, _SECONDS_TO_ANSWER))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        ends = time.monotonic() + 3 * seconds + 1
-        while asking.is_alive() and time.monotonic() < ends:
-            self._sleep(_ROUND_SECONDS / 2)
-            if self._told is not None:
-                ends = min(ends, time.monotonic() + _TOLD_SECONDS)
-        if self._own not in heard:
-            return "; the launcher's store does not answer" if call else ""
+        asking.join(3 * _SECONDS_TO_ANSWER)
+        if not answers:
+            return "; the launcher's store does not answer"
+        heard = answers[0]
         waits = self._progress.place()[1] is not None
-        del heard[self._own]
-        busy = [heard[rank] for rank in sorted(heard) if waits and " waited " not in heard[rank]]
-        silent = [rank for rank in members if rank not in heard and rank != self._own]
+        busy = [printable(said) for _, said in sorted(heard.items()) if waits and " waited " not in said]
+        silent = [rank for rank in peers if rank not in heard]
         return "".join(f"; {each}" for each in [*busy, *([f"no word from {named(silent)}"] if silent else [])])
 
-    def _sleep(self, seconds: float) -> None:
-        """Sleep, but wake up at a termination signal."""
-        if self._signals is None:
-            time.sleep(seconds)
-            return
-        reader, ours = self._signals
-        select.select([reader], [], [], seconds)
-        with suppress(BlockingIOError):
-            self._told = self._told or next(iter(ours.intersection(os.read(reader, 64))), None)
+    def _sleep(self) -> bool:
+        """Sleep until it is time for the next look, or until this process receives SIGTERM. Return whether it has."""
+        if self._told is None:
+            time.sleep(_LOOK_SECONDS)
+            return False
+        readable, _, _ = select.select([self._told], [], [], _LOOK_SECONDS)
+        return bool(readable) and signal.SIGTERM in os.read(self._told, 64)
 
 
 def _notes(seconds: float) -> Notes:
@@ -215,37 +184,24 @@ def end_process(status: int, line: str | None = None) -> NoReturn:
         os._exit(status)
 
 
-def _signals() -> tuple[int, frozenset[int]] | None:
-    """Set up the signals to watch: SIGTERM and SIGHUP, except those that the process ignores (as under `nohup`) or
-    handles elsewhere.
+def _pipe_of_sigterm() -> int | None:
+    """Return a file descriptor that becomes readable when this process receives SIGTERM from a launcher or a scheduler,
+    even while the main thread runs backend code. From then on, SIGTERM does not end the process.
 
-    Returns them, after a file descriptor that becomes readable when one arrives, even while the main thread runs
-    backend code. Returns None outside the main thread, or if SIGTERM has another handler. Megatron's
-    --exit-signal-handler, for example, handles SIGTERM.
+    Returns None outside the main thread, or if the process ignores SIGTERM or handles it elsewhere, as with Megatron's
+    --exit-signal-handler.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return None
-    ours = frozenset(number for number in _ENDING if signal.getsignal(number) == signal.SIG_DFL)
     reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
+    os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # Python writes each signal to the wakeup fd, and so to the pipe. These handlers also write to the pipe, in case
-    # another library replaces the wakeup fd.
-    for number in ours:
-        signal.signal(number, lambda number, _: _write(writer, number))
+    signal.signal(signal.SIGTERM, lambda *_: None)  # Python writes each signal to the wakeup fd, and so to the pipe.
     # Without this call, a forked child would write into its parent's pipe.
-    os.register_at_fork(after_in_child=lambda: _forget(ours))
-    return reader, ours
+    os.register_at_fork(after_in_child=_forget)
+    return reader
 
 
-def _write(writer: int, number: int) -> None:
-    # If the pipe is full, this signal is not needed, because the watchdog will read an earlier one.
-    with suppress(OSError):
-        os.write(writer, bytes([number]))
-
-
-def _forget(signals: frozenset[int]) -> None:
+def _forget() -> None:
     signal.set_wakeup_fd(-1)
-    for number in signals:
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -166,10 +166,10 @@ def counted_products() -> Iterator[Products]:
     import transformer_engine_torch as compiled
     from transformer_engine.pytorch.module._common import WeightGradStore
 
-    from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, trained_parameters
+    from megatron_vp.mcore.model import delayed_weights
 
     found = Products()
-    in_w: DelayedWeightGradient | None = None
+    in_w: torch.nn.Module | None = None
 
     def put(self: Any, operands: list, product: Callable) -> None:
         grouped = getattr(product, "func", None)
@@ -178,18 +178,20 @@ def counted_products() -> Iterator[Products]:
         found.waiting = max(found.waiting, found.queued - found.in_w)
         put_as_ever(self, operands, product)
 
-    def accumulate(self: Any) -> None:
+    def accumulate(layer: Any, operands: list, *others: Any) -> None:
         nonlocal in_w
-        assert self.layer.fuse_wgrad_accumulation or self.operands[-1] is None or not hasattr(self.layer, "num_gemms")
-        in_w = self
-        accumulate_as_ever(self)
+        assert layer.fuse_wgrad_accumulation or operands[-1] is None or not hasattr(layer, "num_gemms")
+        in_w = layer
+        accumulate_as_ever(layer, operands, *others)
         in_w = None
 
     def count(outputs: list[torch.Tensor | None], inputs: list[Any]) -> None:
         found.quantised += sum(not isinstance(rows, torch.Tensor) for rows in inputs)
         found.elsewhere += 0 if in_w else len(inputs)
         if in_w:
-            main_gradients = [parameter.main_grad for parameter in trained_parameters([in_w.layer])]
+            main_gradients = [
+                each.main_grad for each in delayed_weights._weights_and_biases(in_w) if each.requires_grad
+            ]
             found.in_w += len(inputs)
             found.fused += sum(any(each is output for each in main_gradients) for output in outputs)
             found.empty += sum(isinstance(rows, torch.Tensor) and not rows.numel() for rows in inputs)
@@ -204,10 +206,10 @@ def counted_products() -> Iterator[Products]:
             count(args[4], args[0])
         return engine_kernels.te_general_grouped_gemm(*args)
 
-    put_as_ever, accumulate_as_ever = WeightGradStore.put, DelayedWeightGradient.accumulate
+    put_as_ever, accumulate_as_ever = WeightGradStore.put, delayed_weights.accumulate
     with (
         mock.patch.object(WeightGradStore, "put", put),
-        mock.patch.object(DelayedWeightGradient, "accumulate", accumulate),
+        mock.patch.object(delayed_weights, "accumulate", accumulate),
         mock.patch.object(compiled, "generic_gemm", generic_gemm),
         mock.patch.object(compiled, "te_general_grouped_gemm", te_general_grouped_gemm),
     ):

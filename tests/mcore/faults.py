@@ -56,11 +56,6 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def hang_up() -> None:
-    """What a terminal sends when it is closed."""
-    os.kill(os.getpid(), signal.SIGHUP)
-
-
 def hang() -> None:
     """Wait for something that does not come."""
     time.sleep(1000)

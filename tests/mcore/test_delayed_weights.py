@@ -15,12 +15,7 @@ import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.model.delayed_weights import (
-    DelayedWeightGradient,
-    leave_out_hooks,
-    take_delayed,
-    trained_parameters,
-)
+from megatron_vp.mcore.model.delayed_weights import accumulate, leave_out_hooks, take_delayed
 from megatron_vp.mcore.training import megatron_model
 from megatron_vp.schedule.passes import Pass
 
@@ -85,14 +80,12 @@ def _in_group(weights: list[torch.Tensor], fused: bool, dtype: torch.dtype) -> S
     return layer
 
 
-def test_a_frozen_bias_gets_nothing_and_is_not_reported():
+def test_a_frozen_bias_gets_nothing():
     layer = SimpleNamespace(fuse_wgrad_accumulation=False, use_bias=True)
     layer.weight = torch.nn.Parameter(torch.zeros(2, 3))
     layer.weight.main_grad = torch.ones(2, 3)
     layer.bias = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-    delayed = DelayedWeightGradient(layer, [None, None], lambda *_: (torch.ones(2, 3), torch.ones(2)))
-    assert trained_parameters([layer]) == (layer.weight,)
-    delayed.accumulate()
+    accumulate(layer, [None, None], lambda *_: (torch.ones(2, 3), torch.ones(2)), None)
     assert layer.weight.main_grad.unique().tolist() == [2.0] and not hasattr(layer.bias, "main_grad")
 
 
@@ -118,7 +111,7 @@ def test_what_only_the_input_gradient_needed_of_a_quantised_operand_is_freed():
     alone = SimpleNamespace(sequence_parallel=False, use_bias=False, weight=torch.nn.Parameter(torch.zeros(1)))
     operands = _Quantised(), _Quantised()
     (taken,) = take_delayed([_queue(alone, *operands)], w_is_late=True)
-    assert taken.operands == list(operands) and all(each.kept == {"columnwise"} for each in operands)
+    assert taken.args[1] == list(operands) and all(each.kept == {"columnwise"} for each in operands)
     experts = [_Quantised(), _Quantised()]
     take_delayed([_queue(_in_group([torch.zeros(1)], True, torch.float32), experts, experts, [])], w_is_late=False)
     assert all(each.kept == {"columnwise"} for each in experts)
@@ -135,14 +128,15 @@ def _gathering() -> SimpleNamespace:
 def test_a_gathered_input_is_kept_in_parts_where_w_is_late():
     whole = torch.arange(8.0).reshape(4, 2)
     (near,) = take_delayed([_queue(_gathering(), whole, whole)], w_is_late=False)
-    assert near.operands[0] is whole and near.sequence_group is None
+    assert near.args[1][0] is whole and near.args[3] is None
     layer = _gathering()
     (late,) = take_delayed([_queue(layer, whole, whole)], w_is_late=True)
-    assert late.operands[0].tolist() == whole[2:].tolist() and late.sequence_group is layer.tp_group
-    assert late.operands[0].untyped_storage().nbytes() == whole.untyped_storage().nbytes() / 2
-    assert late.operands[1] is whole
+    part, gradient = late.args[1]
+    assert part.tolist() == whole[2:].tolist() and late.args[3] is layer.tp_group
+    assert part.untyped_storage().nbytes() == whole.untyped_storage().nbytes() / 2
+    assert gradient is whole
     layer.parallel_mode = "row"  # whose input is this rank's own
-    assert take_delayed([_queue(layer, whole, whole)], w_is_late=True)[0].operands[0] is whole
+    assert take_delayed([_queue(layer, whole, whole)], w_is_late=True)[0].args[1][0] is whole
 
 
 def test_w_is_late_where_another_pass_runs_between():
@@ -159,15 +153,13 @@ class _Freed:
         self._alive, self._seen = alive, seen
         alive.add(self)
 
-    def accumulate(self):
+    def __call__(self):
         self._seen.append(len(self._alive))
 
 
 def test_w_frees_what_a_layer_has_used_before_the_next(monkeypatch):
     alive, seen = weakref.WeakSet(), []
-    part = SimpleNamespace(weight_passes=0, delaying=())
     model = megatron_model.MegatronModel.__new__(megatron_model.MegatronModel)
-    model._chunks, model._schedule = [part], SimpleNamespace(microbatches=2)
     model._pending_weights = {(0, 0): [_Freed(alive, seen) for _ in range(3)]}
     model.weight_gradient(0, 0)
     assert seen == [3, 2, 1]

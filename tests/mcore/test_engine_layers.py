@@ -78,7 +78,7 @@ def _compare(kind: type, grouped: bool, fused: bool, bias: bool, apart: bool, dt
                 expected[f"bias{suffix}"] += gradient[mine].double().sum(0)
     assert len(waiting) == 2
     for each in waiting:
-        each.accumulate()
+        each()
     for name, parameter in named.items():
         off = (parameter.main_grad.double() - expected[name]).abs().max() / expected[name].abs().max()
         # A bias's gradient is rounded to its own dtype, and so are the rows that a norm hands on.

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from unittest import mock
 
 import pytest
 
-from megatron_vp.errors import UserError
 from tests.harness import run_ranks, run_ranks_to_their_end
-from tests.harness.ranks import process_group
 from tests.harness.training import Run, comparable_model, tiny_model, train, train_case
-from tests.mcore import frozen, own_loop
+from tests.mcore import frozen
 from tests.mcore.case_parts import (
     AHEAD,
     BOTH,
@@ -128,33 +126,6 @@ def test_a_frozen_vocabulary_takes_no_gradients_no_state_and_no_time():
         assert before["parameters"] == after["parameters"]
         assert before["gradients"] - after["gradients"] == rows and before["state"] - after["state"] == 2 * rows
         assert before["launches of T"] > 0 and not after["launches of T"] and not after["launches of IB"]
-
-
-def thawed(rank: int, ranks: int) -> tuple[str, int]:
-    """What training says of a vocabulary layer that a rank freezes too late, and a run without gradients of it."""
-    import megatron_vp
-
-    megatron_vp.enable(vocab_parallel=True)
-    with process_group(rank, ranks):
-        model = own_loop.start(ranks)
-        model[0].module.output_layer.weight.requires_grad_(False)
-        step = partial(
-            own_loop.get_forward_backward_func(),
-            forward_step_func=own_loop.forward_step,
-            model=model[0],
-            num_microbatches=1,
-            seq_length=own_loop.SEQUENCE,
-            micro_batch_size=own_loop.BATCH,
-        )
-        evaluated = step(data_iterator=own_loop.samples(), forward_only=True)
-        with pytest.raises(UserError) as refused:
-            step(data_iterator=own_loop.samples())
-        return str(refused.value), len(evaluated)
-
-
-def test_freezing_after_the_wrapping_is_refused_in_training_alone():
-    for rank, (said, evaluated) in enumerate(run_ranks(2, thawed)):
-        assert "froze or unfroze a vocabulary layer after the model was wrapped" in said and evaluated == rank
 
 
 def to_its_end(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list]) -> None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
 from megatron_vp.runtime import watchdog
-from megatron_vp.runtime.iteration import unobserved
-from megatron_vp.runtime.pipeline import execute
 from megatron_vp.runtime.progress import FINISHING, Progress, lost_peer
 from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
 from megatron_vp.schedule.passes import Pass, PassKind
@@ -68,7 +65,9 @@ def run(progress: Progress, device: Device, waits: int, seen: list | None = None
             seen.append((instruction, progress.place()[1], progress.behind, progress.sentence()))
 
     with progress.schedule():
-        execute(SimpleNamespace(instructions=steps), {Wait: note, Loss: note}, unobserved, progress)
+        for step in steps:
+            progress.at(step)
+            note(step)
         progress.at(FINISHING)
 
 
@@ -128,8 +127,8 @@ def test_a_device_that_stands_still_is_noticed_after_the_host_has_left_the_sched
 
 
 def test_only_the_main_thread_asks_the_device(monkeypatch):
-    monkeypatch.setattr(watchdog, "_LONGEST_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(watchdog, "_signals", lambda: None)
+    monkeypatch.setattr(watchdog, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "_pipe_of_sigterm", lambda: None)
     device, never = Device(lag=1), float("inf")
     progress = Progress((0, 1), 1, device)
     watchdog.Watchdog(progress, never, never).start()

@@ -44,7 +44,7 @@ def stall(
         lost: breaks the connections of rank 2 "at once", or when another rank has "called" the roll.
         told: seconds after which all ranks are told to end.
     """
-    watchdog._LONGEST_LOOK_SECONDS = 0.2
+    watchdog._LOOK_SECONDS = 0.2
     store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
     store.add("started", 1)
     while store.add("started", 0) < world:
@@ -114,28 +114,13 @@ def test_a_rank_that_loses_its_connection_names_the_cause(lost):
 def test_a_rank_that_loses_its_connection_names_the_one_without_a_word():
     results = ends((LATE,) * 3, ("stopped", ACTIVATION, GRADIENT), lost="at once", told=7, left=0)
     assert results[2] == (1, f"{LOST}; no word from rank 0\n")
-    assert results[1] == (143, results[1][1]) and results[1][1].endswith(
-        "when it received SIGTERM; no word from rank 0\n"
-    )
+    assert results[1][0] == 143 and results[1][1].endswith("when it received SIGTERM\n")
 
 
 @pytest.mark.slow
 def test_ranks_outside_the_schedule_name_the_one_without_a_word_too():
     results = ends((16.0,) * 3, ("stopped", None, None), lost="at once", told=7, left=0)
     assert results[2] == (1, "error: outside; no word from rank 0\n")
-    said = "rank 1 was outside the pipeline schedule when it received SIGTERM"
-    assert results[1] == (143, f"error: {said}; no word from rank 0\n")
-
-
-@pytest.mark.parametrize(
-    ("limit", "told", "others"),
-    [pytest.param(16.0, 6, "; no word from rank 0", marks=pytest.mark.slow), (LATE, 1, "")],
-    ids=["stalled", "in the middle of its work"],
-)
-def test_a_rank_that_is_told_to_end_asks_the_others_if_it_has_waited_for_long(limit, told, others):
-    for status, output in ends((limit,) * 3, ("stopped", ACTIVATION, GRADIENT), left=0, told=told)[1:]:
-        assert status == 143
-        assert re.fullmatch(rf"error: rank \d waited .* when it received SIGTERM{others}\n", output)
 
 
 def test_a_process_ends_well_while_a_thread_looks_at_its_progress():
@@ -153,7 +138,7 @@ class Finished:
 
 store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-watchdog._LONGEST_LOOK_SECONDS = 1e-4
+watchdog._LOOK_SECONDS = 1e-4
 for _ in range(20):
     watchdog.Watchdog(Progress((0, 1), 0, Finished()), 1000.0, 1000.0).start()
 time.sleep(0.5)

@@ -35,10 +35,10 @@ def test_gradients_are_bit_for_bit_those_without(name, world, method, chunks):
     ]
     for plain, offloaded in zip(*both, strict=True):
         for one, other in zip(plain, offloaded, strict=True):
-            assert one[0] == other[0] and one[3] == other[3]
+            assert one[0] == other[0]
             assert one[1].keys() == other[1].keys()
             assert all(torch.equal(one[1][each], other[1][each]) for each in one[1] if one[1][each] is not None)
-    fullest = [max(rank[-1][2][0] for rank in ranks) for ranks in both]
+    fullest = [max(rank[-1][2] for rank in ranks) for ranks in both]
     assert fullest[1] < fullest[0]
 
 

@@ -105,9 +105,6 @@ class Model:
     ) -> torch.Tensor | None:
         return token_loss_bs * target_is_argmax_bs if self._gradients else None
 
-    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        pass
-
 
 @contextmanager
 def stand_ins() -> Iterator[None]:

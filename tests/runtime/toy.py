@@ -77,8 +77,6 @@ class ToyModel:
         self.split = split
         self.left_for_w: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.losses: list[float] = []
-        self.completed: list[tuple[torch.nn.Parameter, int]] = []
-        """Weights whose gradients are complete, and how often these gradients had been written."""
 
     def tokens(self, microbatch: int) -> torch.Tensor:
         return batch(self.iteration, microbatch)[0].to(self.device)
@@ -117,9 +115,6 @@ class ToyModel:
         self.losses.append((token_loss_bs * loss_weights).sum().item())
         return loss_weights if self.gradients else None
 
-    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        self.completed.append((parameter, parameter.main_grad._version))
-
 
 def run_pipeline(
     rank: int,
@@ -134,8 +129,8 @@ def run_pipeline(
     stage_rows: tuple[int, ...] | None = None,
     offload_chunks: int = 0,
     frozen: tuple[str, ...] = (),
-) -> list[tuple[list[float], dict[str, torch.Tensor], tuple[float, int], int]]:
-    """Run iterations (microbatches, gradients) on one rank; of each: losses, own gradients, peaks, completions.
+) -> list[tuple[list[float], dict[str, torch.Tensor], float]]:
+    """Run iterations (microbatches, gradients) on one rank; of each: losses, gradients, largest load.
 
     With `trace_folder` every iteration but the first is traced. `stage_rows`: vocabulary rows by rank.
     `offload_chunks`: chunks of each rank of which all that a forward saves leaves the device. `frozen`: of `embedding`
@@ -165,7 +160,7 @@ def run_pipeline(
             weight.requires_grad_(name not in frozen)
         held = (EmbeddingLayer(embedding, shards, rank), OutputLayer(output, shards, rank))
         own = held if rank in shards.holders else (None, None)
-        layers = LayerShards(shards, *own, trains_embedding="embedding" not in frozen)
+        layers = LayerShards(shards, *own)
         seats = [(placement.rank_of(stage), placement.rank_of(stage + 1)) for stage in range(placement.stages - 1)]
         forward_edges = {(here, there, Channel.ACTIVATION) for here, there in seats if here != there}
         backward_edges = {(there, here, Channel.GRADIENT) for here, there, _ in forward_edges}
@@ -189,8 +184,7 @@ def run_pipeline(
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
             observer = recorder.span if recorder else unobserved
             program = lower(schedule)[rank]
-            peaks = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
-            assert all(weight.main_grad._version == kept for weight, kept in model.completed), "complete too early"
+            in_flight = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
             if recorder:
                 recorder.finish()
                 trace.add(recorder, schedule)
@@ -199,7 +193,7 @@ def run_pipeline(
             if not tied:
                 found["output"] = output.main_grad
             found = {name: gradient if gradient is None else gradient.cpu() for name, gradient in found.items()}
-            results.append((model.losses, found, peaks, len(model.completed)))
+            results.append((model.losses, found, in_flight))
         dist.barrier()
         return results
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
+from megatron_vp.errors import UserError
 from megatron_vp.mcore.settled import replay
 
 
@@ -31,7 +32,7 @@ class ScaledDotProductAttention(MegatronModule):
 
     The constructor ignores `k_channels` and `v_channels`, because the tensors already have these sizes.
 
-    A causal layer ignores its mask argument, because the mask only encodes causality. Megatron's query-key layer
+    All attention is causal. A mask argument is ignored, because it only encodes causality. Megatron's query-key layer
     scaling, which keeps fp16 scores in range, is not needed, because fused kernels compute scores in fp32.
 
     With context parallelism, every sequence (or every document of a packed sequence) is cut into 2c pieces, and rank r
@@ -57,7 +58,11 @@ class ScaledDotProductAttention(MegatronModule):
         # Engine passes them around a ring, and each rank keeps only those of its own part of the sequence.
         in_parts = config.context_parallel_size > 1 and not replay().counts_engine
         self.context_group = pg_collection.cp if in_parts else None
-        self.attn_mask_type = attn_mask_type
+        if attn_mask_type is not AttnMaskType.causal:
+            raise UserError(
+                f"--core-attention sdpa supports only causal attention, but layer {layer_number} has the mask type "
+                f"{attn_mask_type.name}: leave the option out"
+            )
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
 
@@ -76,37 +81,29 @@ class ScaledDotProductAttention(MegatronModule):
         Args:
             query, key, value: tensors of one dtype with the shapes [s, b, heads, d], [s, b, groups, d] and [s, b,
                 groups, dv], where `groups` divides `heads`, and dv is d except in latent attention.
-            attention_mask: bool, [b or 1, 1, s, s], True where a query must not attend to a key.
-            attn_mask_type: replaces the layer's own type if given.
             packed_seq_params: where the documents of a packed sequence begin and end; query, key and value then have no
                 dimension b.
 
         Returns:
             The context, [s, b, heads * dv], or [s, heads * dv] for a packed sequence.
         """
-        causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         if packed_seq_params is not None:
             lengths = self._lengths(packed_seq_params)
             documents = zip(*(each.unsqueeze(1).split(lengths) for each in (query, key, value)), strict=True)
-            own = {"attention_mask": None, "attn_mask_type": attn_mask_type}
-            return torch.cat([self(*parts, **own).squeeze(1) for parts in documents])
+            return torch.cat([self(*parts, attention_mask=None).squeeze(1) for parts in documents])
         if _alone_keeps_more(value, query):
             value = value.clone(memory_format=torch.contiguous_format)
         # [s, b, heads, d] -> [b, heads, s, d]
         query_bnsd, key_bgsd, value_bgsd = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         # Each tensor-parallel rank draws dropout for its own heads, from the generator that Megatron's attention uses.
         forks = self.training and self.dropout and not self.config.sequence_parallel
+        attend = self._attend if self.context_group is None else self._attend_by_pieces
         with tensor_parallel.get_cuda_rng_tracker().fork() if forks else nullcontext():
-            if self.context_group is not None:
-                context_bnsd = self._attend_by_pieces(query_bnsd, key_bgsd, value_bgsd)
-            elif causal or attention_mask is None:
-                context_bnsd = self._attend(query_bnsd, key_bgsd, value_bgsd, is_causal=causal)
-            else:
-                context_bnsd = self._attend(query_bnsd, key_bgsd, value_bgsd, attn_mask=~attention_mask)
+            context_bnsd = attend(query_bnsd, key_bgsd, value_bgsd)
         return context_bnsd.permute(2, 0, 1, 3).flatten(2)
 
     def _attend(
-        self, query_bnsd: torch.Tensor, key_bgsd: torch.Tensor, value_bgsd: torch.Tensor, **mask: Any
+        self, query_bnsd: torch.Tensor, key_bgsd: torch.Tensor, value_bgsd: torch.Tensor, mask: Any = None
     ) -> torch.Tensor:
         return torch.nn.functional.scaled_dot_product_attention(
             query_bnsd,
@@ -115,7 +112,8 @@ class ScaledDotProductAttention(MegatronModule):
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=query_bnsd.shape[1] != key_bgsd.shape[1],
-            **mask,
+            attn_mask=mask,
+            is_causal=mask is None,
         )
 
     def _lengths(self, packed_seq_params: Any) -> list[int]:
@@ -139,9 +137,8 @@ class ScaledDotProductAttention(MegatronModule):
             end = length * (index + 1)
             # With `causal_lower_right`, the last query attends to every key. Fused kernels recognise this mask object
             # and need no mask matrix. Fake tensors do not support this object.
-            fake = isinstance(piece_bnsd, FakeTensor)
-            mask = {"is_causal": True} if fake else {"attn_mask": causal_lower_right(length, end)}
-            contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], **mask))
+            mask = None if isinstance(piece_bnsd, FakeTensor) else causal_lower_right(length, end)
+            contexts.append(self._attend(piece_bnsd, key_bgsd[:, :, :end], value_bgsd[:, :, :end], mask))
         return torch.cat(contexts, dim=2)
 
 

@@ -9,11 +9,11 @@ as for local layers.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,43 +32,40 @@ def whole_sequence(part: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     return part if group is None else gather_from_sequence_parallel_region(part, group=group)
 
 
-@dataclass(frozen=True)
-class DelayedWeightGradient:
-    """The data of pass W for one layer and microbatch: the queued operands and the function that multiplies them.
+@torch.no_grad()
+def accumulate(
+    layer: torch.nn.Module,
+    operands: list[Any],
+    product: Callable[..., tuple[Any, ...]],
+    sequence_group: dist.ProcessGroup | None,
+) -> None:
+    """Add the gradients of one layer and microbatch to `main_grad`, in pass W.
 
-    product: returns the gradients of weight and bias. The bias gradient is None or empty if autograd computes it; with
-        fused accumulation, the weight gradient is already in `main_grad`. For a layer of grouped experts, both
-        gradients are lists with one entry per expert, and the third operand receives the weight gradients.
-    sequence_group: the ranks that hold the other parts of the sequence, if the input is only this rank's part.
+    Args:
+        operands, product: what the layer queued: operands and the function that multiplies them. The function returns
+            the gradients of weight and bias. The bias gradient is None or empty if autograd computes it; with fused
+            accumulation, the weight gradient is already in `main_grad`. For a layer of grouped experts, both gradients
+            are lists with one entry per expert, and the third operand receives the weight gradients.
+        sequence_group: the ranks that hold the other parts of the sequence, if the input is only this rank's part.
     """
-
-    layer: torch.nn.Module
-    operands: list[Any]
-    product: Callable[..., tuple[Any, ...]]
-    sequence_group: dist.ProcessGroup | None = None
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add the gradients to `main_grad`."""
-        fused, weights = self.layer.fuse_wgrad_accumulation, _parameters(self.layer, "weight")
-        if _is_group(self.layer):
-            inputs, output_gradients, gradients = self.operands
-            if not fused:
-                dtype = self.layer.activation_dtype
-                # `empty_like` would return an fp8 tensor for an fp8 weight, whatever dtype is requested.
-                gradients = [torch.empty(each.shape, dtype=dtype, device=each.device) for each in weights]
-            _, bias_gradients, *_ = self.product(inputs, output_gradients, gradients)
-        else:
-            layer_input, output_gradient = self.operands
-            layer_input = whole_sequence(layer_input, self.sequence_group)
-            gradients, bias_gradients = ([each] for each in self.product(layer_input, output_gradient))
+    fused, weights = layer.fuse_wgrad_accumulation, _parameters(layer, "weight")
+    if _is_group(layer):
+        inputs, output_gradients, gradients = operands
         if not fused:
-            for weight, gradient in zip(weights, gradients, strict=True):
-                if weight.requires_grad:
-                    weight.main_grad.add_(gradient)
-        for bias, gradient in zip(_biases(self.layer), bias_gradients, strict=False):
-            if bias.requires_grad and gradient is not None and gradient.numel():
-                bias.main_grad.add_(gradient)
+            # `empty_like` would return an fp8 tensor for an fp8 weight, whatever dtype is requested.
+            gradients = [torch.empty(each.shape, dtype=layer.activation_dtype, device=each.device) for each in weights]
+        _, bias_gradients, *_ = product(inputs, output_gradients, gradients)
+    else:
+        layer_input, output_gradient = operands
+        layer_input = whole_sequence(layer_input, sequence_group)
+        gradients, bias_gradients = ([each] for each in product(layer_input, output_gradient))
+    if not fused:
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if weight.requires_grad:
+                weight.main_grad.add_(gradient)
+    for bias, gradient in zip(_biases(layer), bias_gradients, strict=False):
+        if bias.requires_grad and gradient is not None and gradient.numel():
+            bias.main_grad.add_(gradient)
 
 
 def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
@@ -78,13 +75,6 @@ def delaying_layers(chunk: torch.nn.Module) -> tuple[torch.nn.Module, ...]:
         for module in chunk.modules()
         if getattr(module, "wgrad_store", None) is not None and module.wgrad_store.delay_wgrad_compute()
     )
-
-
-def trained_parameters(layers: Iterable[torch.nn.Module]) -> tuple[torch.nn.Parameter, ...]:
-    """The trainable weights and biases of layers with delayed weight gradients. A bias is included even if its layer's
-    weight is frozen.
-    """
-    return tuple(each for layer in layers for each in _weights_and_biases(layer) if each.requires_grad)
 
 
 def leave_out_hooks(chunk: torch.nn.Module) -> None:
@@ -104,8 +94,9 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[DelayedWeightGradient]:
-    """Take the operands from the layers' queues after a backward, and add autograd's gradients to `main_grad`.
+def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Callable[[], None]]:
+    """Take the operands from the layers' queues after a backward, and add autograd's gradients to `main_grad`. Return
+    the functions that pass W calls.
 
     Autograd computes the gradient of a bias that is added outside its layer. The `grad` of a weight is a dummy tensor
     if pass W will write to `main_grad` directly. Otherwise it is None or, for grouped experts, an uninitialised buffer
@@ -120,15 +111,13 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
         in_group = _is_group(layer)
         while not layer.wgrad_store.context.empty():
             operands, product = layer.wgrad_store.context.get()
-            operands = [_without_graph(operands[0]), *operands[1:]]
+            operands = [*map(_kept, operands[:2]), *operands[2:]]
             if in_group and not layer.fuse_wgrad_accumulation:
-                operands = [*operands[:2], None]
-            for operand in operands[:2]:
-                _free_rows(operand)
+                operands[2] = None
             group = _sequence_group(layer, operands[0]) if w_is_late else None
             if group is not None:
-                operands = [operands[0].chunk(group.size())[group.rank()].clone(), *operands[1:]]
-            taken.append(DelayedWeightGradient(layer, operands, product, group))
+                operands[0] = operands[0].chunk(group.size())[group.rank()].clone()
+            taken.append(partial(accumulate, layer, operands, product, group))
         for parameter in _biases(layer) if in_group else _weights_and_biases(layer):
             if parameter.grad is not None and not getattr(parameter, "grad_added_to_main_grad", False):
                 parameter.main_grad.add_(parameter.grad)
@@ -137,18 +126,17 @@ def take_delayed(layers: Iterable[torch.nn.Module], w_is_late: bool) -> list[Del
     return taken
 
 
-def _without_graph(operand: Any) -> Any:
-    """Detach inputs, because the autograd graph would keep the chunk's input and its gradient in memory until W."""
+def _kept(operand: Any) -> Any:
+    """Keep of an operand what pass W needs: no autograd graph, which would keep the chunk's input and its gradient in
+    memory, and of a quantised operand only the column-wise copy.
+    """
     if isinstance(operand, list):
-        return [_without_graph(each) for each in operand]
-    return operand.detach() if isinstance(operand, torch.Tensor) and operand.grad_fn is not None else operand
-
-
-def _free_rows(operand: Any) -> None:
-    """Free the row-wise copy of each quantised operand. Pass W reads only the column-wise copies."""
-    for each in operand if isinstance(operand, list) else [operand]:
-        if not isinstance(each, torch.Tensor) and hasattr(each, "update_usage"):
-            each.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return [_kept(each) for each in operand]
+    if isinstance(operand, torch.Tensor):
+        return operand if operand.grad_fn is None else operand.detach()
+    if hasattr(operand, "update_usage"):
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+    return operand
 
 
 def _sequence_group(layer: torch.nn.Module, layer_input: Any) -> dist.ProcessGroup | None:
@@ -184,7 +172,7 @@ def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
     expert-parallel communication.
     """
 
-    @functools.wraps(original)
+    @wraps(original)
     def __post_init__(self: Any) -> None:
         self.delay_wgrad_compute = False
         original(self)
@@ -193,14 +181,9 @@ def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return __post_init__
 
 
-@contextmanager
-def delaying(config: Any) -> Iterator[None]:
+def delaying(config: Any) -> AbstractContextManager[Any]:
     """Set `delay_wgrad_compute` in a configuration, only inside this context.
 
     Megatron-Bridge saves the configuration in checkpoints, and could not load a checkpoint with this setting.
     """
-    before, config.delay_wgrad_compute = config.delay_wgrad_compute, True
-    try:
-        yield
-    finally:
-        config.delay_wgrad_compute = before
+    return mock.patch.object(config, "delay_wgrad_compute", True)

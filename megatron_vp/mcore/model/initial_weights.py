@@ -20,8 +20,8 @@ the plain stages too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from itertools import batched, chain
+from contextlib import ExitStack, contextmanager
+from itertools import batched, chain, product
 from typing import Any
 
 import torch
@@ -162,17 +162,15 @@ def _as_in_plain_megatron(args: Any, config: Any, settings: dict[str, Any]) -> I
     `args` and `config` may be None.
     """
     chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    ours = [(each, name, getattr(each, name)) for each in (args, config) for name in settings if hasattr(each, name)]
-    try:
-        for each, name, _ in ours:
-            setattr(each, name, settings[name])
+    with ExitStack() as stack:
+        for each, (name, value) in product((args, config), settings.items()):
+            if hasattr(each, name):
+                stack.callback(setattr, each, name, getattr(each, name))
+                setattr(each, name, value)
+        stack.callback(parallel_state.set_virtual_pipeline_model_parallel_world_size, chunks)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(settings["virtual_pipeline_model_parallel_size"])
-        with placed_as_megatron(settings):
-            yield
-    finally:
-        for each, name, value in ours:
-            setattr(each, name, value)
-        parallel_state.set_virtual_pipeline_model_parallel_world_size(chunks)
+        stack.enter_context(placed_as_megatron(settings))
+        yield
 
 
 def _tensors(chunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

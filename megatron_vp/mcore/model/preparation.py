@@ -105,7 +105,7 @@ class RankModel:
                 self.whole.append(WholeLayers(each))
                 tensor = job.arguments.tensor_model_parallel_size
                 self.rows = VocabShards(each.vocab_size, job.placement.ranks * tensor, tensor, job.shards.rows)
-                self.shards |= split_vocabulary(job, each, self.chunks[0], groups, self.rows, index)
+                split_vocabulary(self, index)
                 self.whole[-1].release()
             self._prepared = index + 1
         # If weights are tied, Megatron's first and last chunks communicate while they are built. Therefore create
@@ -124,11 +124,10 @@ class RankModel:
         for message in filter(None, from_all(said, self.groups.mp)):
             raise UserError(message)
 
-    def layer_shards(self, *, trains: bool) -> LayerShards | None:
+    def layer_shards(self) -> LayerShards | None:
         """The rank's vocabulary shards, and the token loss that the arguments select; None without --vocab-parallel.
 
-        trains: whether gradients are computed. Raises UserError if a shard was replaced since the layers were split, or
-            if it was frozen or unfrozen since then although gradients are computed.
+        Raises UserError if a method or a shard was replaced since the layers were split.
         """
         if self.rows is None:
             return None
@@ -143,11 +142,6 @@ class RankModel:
             layer = self.chunks[self.job.placement.chunk_of(stage)].get_submodule(path)
             if layer is not shard or [each for each, _ in layer.named_parameters() if each != "weight"]:
                 refuse_layer(path, layer)
-            if trains and layer.weight.requires_grad != hasattr(layer.weight, "main_grad"):
-                raise UserError(
-                    "this script froze or unfroze a vocabulary layer after the model was wrapped for data parallelism, "
-                    "when Megatron's gradient buffers can no longer change: freeze layers before the model is wrapped"
-                )
         args = self.job.arguments
         loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
         return LayerShards(self.rows, loss=loss, **self.shards)

@@ -9,53 +9,44 @@ result to `main_grad`. Transformer Engine's layers can delay weight gradients th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import reduce_scatter_to_sequence_parallel_region
 
-from megatron_vp.mcore.model.delayed_weights import DelayedWeightGradient, take_delayed, whole_sequence
+from megatron_vp.mcore.model.delayed_weights import take_delayed, whole_sequence
 from megatron_vp.vocab.operations import operations_for
 
+_collected: list[Callable[[], None]] | None = None
+"""The parts of the layers' backwards for one microbatch that pass B leaves to W."""
 
-@dataclass(frozen=True)
-class PendingWeightGradient:
-    """The data of pass W for one linear layer and microbatch: weight [o, i], input [..., i], output gradient [..., o].
+
+@torch.no_grad()
+def _accumulate(
+    weight: torch.nn.Parameter,
+    layer_input: torch.Tensor,
+    output_gradient: torch.Tensor,
+    tensor_group: dist.ProcessGroup | None,
+) -> None:
+    """Add the gradient of a weight [o, i], of one microbatch, to its `main_grad`, given the layer's input [..., i] and
+    its output gradient [..., o].
 
     With sequence parallelism, the input is this rank's part of the sequence; the ranks of `tensor_group` hold the other
-    parts.
+    parts. The GEMM runs in the model's dtype. On a GPU, the GEMM adds directly to an fp32 `main_grad`, as Megatron does
+    through Apex.
     """
-
-    weight: torch.nn.Parameter
-    layer_input: torch.Tensor
-    output_gradient: torch.Tensor
-    tensor_group: dist.ProcessGroup | None
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Add the weight's gradient to its `main_grad`.
-
-        The GEMM runs in the model's dtype. On a GPU, the GEMM adds directly to an fp32 `main_grad`, as Megatron does
-        through Apex.
-        """
-        rows_ni = whole_sequence(self.layer_input, self.tensor_group).flatten(0, -2)
-        operations_for(rows_ni).add_product_(self.weight.main_grad, self.output_gradient.flatten(0, -2), rows_ni)
-
-
-PendingGradient = PendingWeightGradient | DelayedWeightGradient
-"""The part of one layer's backward for one microbatch that pass B leaves to W."""
-
-_collected: list[PendingGradient] | None = None
+    rows_ni = whole_sequence(layer_input, tensor_group).flatten(0, -2)
+    operations_for(rows_ni).add_product_(weight.main_grad, output_gradient.flatten(0, -2), rows_ni)
 
 
 def backward_without_weights(
     backward: Callable[[], Any], delaying: Iterable[torch.nn.Module], w_is_late: bool
-) -> list[PendingGradient]:
-    """Run a backward without the weight gradients of linear layers, and return what pass W needs to compute them.
+) -> list[Callable[[], None]]:
+    """Run a backward without the weight gradients of linear layers, and return the functions with which pass W computes
+    them.
     `delaying`: the layers that queue their weight gradients. `w_is_late`: whether other passes run between B and W.
     """
     global _collected
@@ -97,7 +88,7 @@ class _InputGradientLinear(torch.autograd.Function):
         weight, sum_group, sequence_group = ctx.layer
         assert _collected is not None, "a split backward must run inside pass B"
         # Without `detach`, the autograd graph would keep the chunk's input and its gradient alive until W.
-        _collected.append(PendingWeightGradient(weight, layer_input.detach(), output_gradient, sequence_group))
+        _collected.append(partial(_accumulate, weight, layer_input.detach(), output_gradient, sequence_group))
         bias_gradient = output_gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
         input_gradient = output_gradient @ weight.detach()
         if sum_group is not None:
@@ -108,7 +99,7 @@ class _InputGradientLinear(torch.autograd.Function):
 
 
 def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(original)
+    @wraps(original)
     def linear(
         input: torch.Tensor,  # Megatron passes `input` by keyword, so the name is fixed.
         weight: torch.Tensor,

@@ -106,35 +106,25 @@ class ShardedOutputLayer(OutputLayer):
         return {**weight, f"{prefix}_extra_state": extra}
 
 
-def split_vocabulary(
-    job: SettledJob,
-    chunk: nn.Module,
-    first: nn.Module,
-    groups: ProcessGroupCollection,
-    shards: VocabShards,
-    index: int,
-) -> dict[str, Any]:
+def split_vocabulary(built: Any, index: int) -> None:
     """Remove the vocabulary layers of a rank's chunk, if it has any, and attach this rank's shards of these layers.
-    `first` is the rank's first chunk. The call is collective over all ranks; each rank splits its chunks in order.
+    `built` is the rank's `RankModel`, whose `shards` this function sets. The call is collective over all ranks; each
+    rank splits its chunks in order.
 
     The embedding's shard goes into the chunk that has the same index as the first stage's chunk, and the output layer's
     shard goes into the chunk that has the same index as the last stage's chunk. A rank without vocabulary rows has no
     shards.
-
-    Returns:
-        Those fields of `LayerShards` that describe this chunk's shards.
     """
+    chunk, shards, placement = built.chunks[index], built.rows, built.job.placement
     if getattr(chunk, "mtp_process", False):
         attach_mtp_block(chunk)
-    placement = job.placement
     # Megatron orders this group by pipeline rank, then by tensor rank; the shards have the same order.
-    rank = dist.get_rank(groups.mp)
+    rank = dist.get_rank(built.groups.mp)
     holds_rows = rank // shards.tensor in shards.holders
     tied = chunk.share_embeddings_and_output_weights
-    found: dict[str, Any] = {}
     if index == placement.chunk_of(0):
         part = chunk.embedding.word_embeddings.weight if chunk.pre_process else None
-        weight = _shard(job, part, shards, groups, chunk)
+        weight = _shard(built, part, chunk)
         # A rank with virtual stage 0 but no rows passes on the embeddings that other ranks have looked up.
         word_embeddings = ShardedWordEmbedding(weight, shards, rank) if holds_rows else nn.Identity()
         if chunk.pre_process:
@@ -145,18 +135,18 @@ def split_vocabulary(
         elif holds_rows:
             chunk.embedding = MegatronModule(chunk.config)  # Provides the module path of the weight.
             chunk.embedding.word_embeddings = word_embeddings
-        found |= {"embedding": word_embeddings if holds_rows else None, "trains_embedding": weight.requires_grad}
+        built.shards["embedding"] = word_embeddings if holds_rows else None
     if index == placement.chunk_of(placement.stages - 1):
         if tied:
-            weight = first.embedding.word_embeddings.weight if holds_rows else None
+            weight = built.chunks[0].embedding.word_embeddings.weight if holds_rows else None
         else:
             part = chunk.output_layer.weight if chunk.post_process else None
-            weight = _shard(job, part, shards, groups, chunk)
+            weight = _shard(built, part, chunk)
         if holds_rows:
             chunk.output_layer = ShardedOutputLayer(weight, shards, rank, tied, softcap_of(chunk.config))
         elif chunk.post_process:
             del chunk.output_layer
-        found["output"] = chunk.output_layer if holds_rows else None
+        built.shards["output"] = chunk.output_layer if holds_rows else None
     if chunk.post_process and chunk.config.use_mup:
         # Megatron would scale the logits, but no rank holds all of them; scaling the hidden states has the same effect.
         chunk.register_forward_hook(lambda last, _inputs, hidden_sbh: last._scale_logits(hidden_sbh))
@@ -165,7 +155,6 @@ def split_vocabulary(
     # If sharing stayed on, Megatron would all-reduce the tied weight's gradient between the first and the last rank,
     # although these ranks now hold different rows.
     chunk.share_embeddings_and_output_weights = False
-    return found
 
 
 def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
@@ -186,20 +175,15 @@ def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_membe
 
 
 @torch.no_grad()
-def _shard(
-    job: SettledJob,
-    part_vh: nn.Parameter | None,
-    shards: VocabShards,
-    groups: ProcessGroupCollection,
-    chunk: nn.Module,
-) -> nn.Parameter:
+def _shard(built: Any, part_vh: nn.Parameter | None, chunk: nn.Module) -> nn.Parameter:
     """Distribute the rows of a weight [V, h] from the tensor ranks of a stage, which pass their parts, to all ranks.
 
     Returns this rank's shard, on the device of the chunk's parameters, with the attributes that Megatron sets on
     parameters. The shard is frozen if the whole weight is frozen.
     """
-    config, device, rank = chunk.config, pipeline_device(), dist.get_rank(groups.mp)
-    if job.arguments.fake_process_group:  # A replayed rank has no peers to receive rows from.
+    shards, groups, config, device = built.rows, built.groups, chunk.config, pipeline_device()
+    rank = dist.get_rank(groups.mp)
+    if built.job.arguments.fake_process_group:  # A replayed rank has no peers to receive rows from.
         trained = part_vh is None or part_vh.requires_grad
         dtype = config.params_dtype if part_vh is None else part_vh.dtype
         own_vh = torch.empty(shards.rows(rank), config.hidden_size, dtype=dtype, device=device)

@@ -64,13 +64,13 @@ def forward_backward(
     gradients = not forward_only
     chunks = model if isinstance(model, list) else [model]
     built = _model(chunks, gradients)
-    shards, pipeline, config = built.layer_shards(trains=gradients), built.pipeline, get_model_config(chunks[0])
+    shards, pipeline, config = built.layer_shards(), built.pipeline, get_model_config(chunks[0])
     groups = pg_collection or built.groups
-    shapes = _shapes(built, groups.cp.size(), seq_length, micro_batch_size, gradients)
+    sizes = groups.cp.size(), seq_length, micro_batch_size
+    shapes, schedule, lowered = _planned(built, num_microbatches, *sizes, gradients=gradients)
     timers, rank = config.timers, pipeline.groups.rank
     if timers is not None:
         timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    schedule, lowered = _programs(built, num_microbatches, gradients, shapes)
     megatron = MegatronModel(
         chunks,
         forward_step_func,
@@ -85,9 +85,9 @@ def forward_backward(
     # Options such as --rank-report time the passes and the communication of training iterations.
     watched = watch(built.job, pipeline.groups.pipeline) if gradients else None
     observer = watched.recorder.span if watched else unobserved
-    peaks = pipeline.run(schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer)
+    in_flight = pipeline.run(schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer)
     if watched:
-        watched.finish(chunks, schedule, peaks[0])
+        watched.finish(chunks, schedule, in_flight)
     megatron.finish()
     if gradients and config.finalize_model_grads_func is not None:
         # Megatron finalizes the gradients with its own reductions, as at the end of its schedules.
@@ -100,7 +100,6 @@ def forward_backward(
     if config.cuda_graph_impl == "local":
         # Megatron captures its graphs after the first iteration, in the order in which that iteration ran the passes.
         cuda_graphs.create_cudagraphs()
-    megatron.label_check.judge()
     if timers is not None:
         timers("forward-backward").stop()
     return megatron.losses
@@ -132,14 +131,20 @@ def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
     return built
 
 
-def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: int, gradients: bool) -> Shapes:
-    args, config, own = built.job.arguments, built.chunks[0].config, built.pipeline.groups
+def _planned(
+    built: RankModel, microbatches: int, context: int, seq_length: int, micro_batch_size: int, *, gradients: bool
+) -> tuple[Shapes, Schedule, tuple[Program, ...]]:
+    """Return the shapes of an iteration, its schedule, and the programs of all pipeline ranks. `context` is the number
+    of context-parallel ranks.
+    """
+    job, chunks = built.job, len(built.chunks)
+    args, config, own = job.arguments, built.chunks[0].config, built.pipeline.groups
     heads = args.mtp_num_layers or 0
     behind = stages_behind_mtp(args.pipeline_model_parallel_layout or "")
     sequence, batch = seq_length // context, micro_batch_size
     if args.sft or args.dataloader_inter_document_masking:  # Megatron joins a microbatch's sequences into one.
         sequence, batch = sequence * batch, 1
-    return Shapes(
+    shapes = Shapes(
         sequence,
         batch,
         config.hidden_size,
@@ -147,7 +152,7 @@ def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: i
         pipeline_device(),
         # Our passes handle multi-token prediction only in training with --vocab-parallel.
         mtp_depth=heads if gradients and args.vocab_parallel else 0,
-        mtp_stage=built.job.placement.stages - 1 - behind if heads else None,
+        mtp_stage=job.placement.stages - 1 - behind if heads else None,
         unsharded_mtp_depth=0 if args.vocab_parallel else heads,
         # With context parallelism, each rank has two pieces of the sequence, one from each half.
         cp_chunks=2 if context > 1 else 1,
@@ -155,15 +160,9 @@ def _shapes(built: RankModel, context: int, seq_length: int, micro_batch_size: i
         sp_rank=own.tensor_rank if config.sequence_parallel else 0,
         random_vocab=args.padded_vocab_size if args.fake_process_group else 0,
     )
-
-
-def _programs(
-    built: RankModel, microbatches: int, gradients: bool, shapes: Shapes
-) -> tuple[Schedule, tuple[Program, ...]]:
-    job, chunks = built.job, len(built.chunks)
     request = ScheduleRequest.of(
         job.settings.family,
-        len(built.pipeline.groups.members),
+        len(own.members),
         microbatches,
         method=job.settings.family.method(job.method),
         chunks=chunks,
@@ -172,7 +171,7 @@ def _programs(
         forward_only=not gradients,
         offload_chunks=job.settings.offload_chunks(chunks),
     )
-    return programs(request, shapes.words_stage)
+    return shapes, *programs(request, shapes.words_stage)
 
 
 @lru_cache(maxsize=8)
@@ -221,8 +220,8 @@ def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def _get_cuda_graph_input_data(self: Any) -> Any:
         built = _model(self.model, True)
-        shapes = _shapes(built, built.groups.cp.size(), self.seq_length, self.micro_batch_size, True)
-        schedule, _ = _programs(built, get_num_microbatches(), True, shapes)
+        sizes = built.groups.cp.size(), self.seq_length, self.micro_batch_size
+        _, schedule, _ = _planned(built, get_num_microbatches(), *sizes, gradients=True)
         order = graph_order(schedule, built.pipeline.groups.rank)
         with mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order):
             return original(self)

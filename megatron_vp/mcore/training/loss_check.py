@@ -16,52 +16,44 @@ import torch
 
 from megatron_vp.errors import UserError
 
+_deferred: list[Callable[[], None]] | None = None
 
-class LabelCheck:
-    """Collects the labels of an iteration that are outside the vocabulary, on the rank that runs the loss function.
+
+def check_labels(microbatch: int, labels_bs: torch.Tensor, gradient_ks: torch.Tensor | None, vocab_size: int) -> None:
+    """Raise UserError, at the end of `deferred_checks`, if a label is outside the padded vocabulary of `vocab_size`
+    tokens and the loss depends on its token loss.
+
+    There is no logit for such a label. Masked positions may have any label. In evaluation, there are no gradients that
+    show which token losses matter, so negative labels, which usually mark ignored positions, are accepted.
 
     Args:
-        vocab_size: the padded vocabulary size V; valid labels are 0..V-1.
+        labels_bs: int64 [b, s].
+        gradient_ks: the gradients of the loss with respect to the token losses: [b, s] for the next token, followed by
+            [b, s] for each further predicted token; None in evaluation.
     """
+    counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
+    wrong_bs = ((labels_bs < 0) | (labels_bs >= vocab_size)) & counts_bs
+    labels = torch.where(wrong_bs, labels_bs, 0).flatten()
+    worst = labels.take(labels.abs().argmax())  # Indexing with `[]` would copy the index to the host.
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._worst: list[torch.Tensor] = []
+    def judge() -> None:
+        if label := int(worst):  # Label 0 is always inside the vocabulary.
+            raise UserError(
+                f"label {label} of microbatch {microbatch} is outside the vocabulary of {vocab_size} tokens: use the "
+                "tokenizer with which the data was encoded, and exclude ignored positions through the loss mask"
+            )
 
-    def add(self, labels_bs: torch.Tensor, gradient_ks: torch.Tensor | None) -> None:
-        """Check the next microbatch, without waiting for the device.
-
-        A label outside the vocabulary, for which there is no logit, is an error if the loss depends on its token loss.
-        Masked positions may have any label. In evaluation, there are no gradients that show which token losses matter,
-        so negative labels, which usually mark ignored positions, are accepted.
-
-        Args:
-            labels_bs: int64 [b, s].
-            gradient_ks: the gradients of the loss with respect to the token losses: [b, s] for the next token, followed
-                by [b, s] for each further predicted token; None in evaluation.
-        """
-        counts_bs = labels_bs >= 0 if gradient_ks is None else gradient_ks[: len(labels_bs)] != 0
-        wrong_bs = ((labels_bs < 0) | (labels_bs >= self._vocab_size)) & counts_bs
-        label = torch.where(wrong_bs, labels_bs, 0).flatten()
-        self._worst.append(label.take(label.abs().argmax()))  # Indexing with `[]` would copy the index to the host.
-
-    def judge(self) -> None:
-        """Raise UserError if a label is outside the vocabulary."""
-        for microbatch, label in enumerate(torch.stack(self._worst).tolist() if self._worst else ()):
-            if label:  # Label 0 is always inside the vocabulary.
-                raise UserError(
-                    f"label {label} of microbatch {microbatch} is outside the vocabulary of {self._vocab_size} "
-                    "tokens: use the tokenizer with which the data was encoded, and exclude ignored positions through "
-                    "the loss mask"
-                )
+    _defer(judge)
 
 
-_deferred: list[Callable[[], None]] | None = None
+def _defer(check: Callable[[], None]) -> None:
+    """Run a check at the end of `deferred_checks`; outside of it, run the check now."""
+    check() if _deferred is None else _deferred.append(check)
 
 
 @contextmanager
 def deferred_checks() -> Iterator[None]:
-    """Inside this context, calls to `validate_result` are only recorded. On exit, the recorded calls run in order.
+    """Inside this context, checks are only recorded. On exit, they run in order.
 
     The checks still run before the optimizer step. After an exception, no checks run.
     """
@@ -81,11 +73,8 @@ def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(validate_result)
     def deferred(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
-        if _deferred is None:
-            validate_result(self, result, *args, **kwargs)
-            return
         # Copy the result, because the schedule later scales the loss in place.
         kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
-        _deferred.append(partial(validate_result, self, kept, *args, **kwargs))
+        _defer(partial(validate_result, self, kept, *args, **kwargs))
 
     return deferred

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.model.delayed_weights import delaying_layers, trained_parameters
+from megatron_vp.mcore.model.delayed_weights import delaying_layers
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
-from megatron_vp.mcore.model.split_backward import PendingGradient, PendingWeightGradient, backward_without_weights
+from megatron_vp.mcore.model.split_backward import backward_without_weights
 from megatron_vp.mcore.training.capture import Capture, capture, check_packed
-from megatron_vp.mcore.training.loss_check import LabelCheck
+from megatron_vp.mcore.training.loss_check import check_labels
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.schedule.passes import PassKind, Schedule
 
@@ -51,20 +51,16 @@ class MegatronModel:
         self._config = get_model_config(chunks[0])
         # If Megatron aligns gradient synchronisation between ranks, only the first rank starts the synchronisation
         # inside the schedule, as in Megatron's 1F1B.
-        inside = self._config.grad_sync_func is None or (rank == 0 and len(chunks) == 1)
+        self._synchronises_inside = self._config.grad_sync_func is None or (rank == 0 and len(chunks) == 1)
         held = _listed(self._config.no_sync_func if gradients else None, len(chunks))
-        self._chunks = [
-            _Chunk(chunk, iterator, schedule.microbatches, inside, (no_sync or nullcontext)())
-            for chunk, iterator, no_sync in zip(chunks, data_iterators, held, strict=True)
-        ]
+        self._chunks = [_Chunk(*each) for each in zip(chunks, data_iterators, held, strict=True)]
         self._forward_step, self._schedule, self._shapes = forward_step, schedule, shapes
         self._gradients, self._context_group = gradients, context_group
         self._replays_graphs = gradients and self._config.cuda_graph_impl == "transformer_engine"
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights(schedule, rank)
         self._weights_changed = gradients or first_val_step is not False
-        self.label_check = LabelCheck(self._chunks[-1].core.vocab_size)
-        self._pending_weights: dict[tuple[int, int], list[PendingGradient]] = {}
+        self._pending_weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.losses: list[Any] = []
         """The reports of the user's loss function, one per microbatch; only on the last pipeline rank."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
@@ -145,7 +141,9 @@ class MegatronModel:
         lets Megatron synchronise gradients.
         """
         part = self._chunks[chunk]
-        part.before_backward()
+        part.backwards += 1
+        if part.backwards == self._schedule.microbatches and self._synchronises_inside:
+            part.held.close()
         if self._schedule.split_backward:
             self._pending_weights[chunk, microbatch] = backward_without_weights(
                 lambda: schedules.backward_step(None, output, gradient, self._config),
@@ -158,21 +156,10 @@ class MegatronModel:
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Run pass W: accumulate the weight gradients that pass B did not compute."""
         pending = self._pending_weights.pop((chunk, microbatch))
-        part = self._chunks[chunk]
-        # In Transformer Engine's layers, W of microbatch 0 overwrites main_grad.
-        assert part.weight_passes or not microbatch, "in every chunk, pass W of microbatch 0 must run first"
-        part.weight_passes += 1
-        # Pass B has already computed the gradients of local layers' biases. A delaying layer whose weight is frozen has
-        # no pending gradient, but its bias may be trained.
-        parameters = [each.weight for each in pending if isinstance(each, PendingWeightGradient)]
-        parameters += trained_parameters(part.delaying)
         # Pop each layer's tensors, so that they are freed before the next layer's weight gradient is computed.
         pending.reverse()
         while pending:
-            pending.pop().accumulate()
-        if part.weight_passes == self._schedule.microbatches:
-            for parameter in dict.fromkeys(parameters):
-                part.complete(parameter)
+            pending.pop()()
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
@@ -199,14 +186,8 @@ class MegatronModel:
         if self._gradients:
             scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
             scaled.backward()
-        self.label_check.add(labels_bs, token_loss_bs.grad)
+        check_labels(microbatch, labels_bs, token_loss_bs.grad, part.core.vocab_size)
         return token_loss_bs.grad
-
-    def gradient_complete(self, parameter: torch.nn.Parameter) -> None:
-        """Report to Megatron that a weight's gradient is complete, as hooks do if autograd computes the gradient."""
-        for chunk in self._chunks:
-            if any(own is parameter for own in chunk.core.parameters()):
-                chunk.complete(parameter)
 
     def finish(self) -> None:
         """Start the gradient synchronisations that did not start during the schedule."""
@@ -218,7 +199,17 @@ class MegatronModel:
             return
         aligned = _listed(self._config.grad_sync_func, len(self._chunks))
         for chunk, synchronise in zip(self._chunks, aligned, strict=True):
-            chunk.finish(synchronise)
+            model, settings = chunk.model, getattr(chunk.model, "ddp_config", None)
+            chunk.held.close()
+            if not self._synchronises_inside:
+                synchronise(model.parameters())
+            elif settings is not None and settings.overlap_grad_reduce:
+                # Megatron reduces a bucket when all of its parameters have reported that their gradients are ready.
+                # Parameters in autograd's graph report through a hook. Passes T, IB and W write the gradients of the
+                # others.
+                for parameter, bucket in model.param_to_bucket_group.items():
+                    if parameter not in bucket.per_param_grad_ready_counts:
+                        bucket.register_grad_ready(parameter, model.force_all_reduce)
 
     def _capture(self, chunk: _Chunk, microbatch: int) -> Capture:
         """Call `forward_step` for the microbatches that have not been read yet, in order, up to and including
@@ -284,73 +275,20 @@ def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
 
 
 class _Chunk:
-    """One model chunk of the rank in one iteration: its captured microbatches, the progress of its passes, and the
-    synchronisation of its gradients, with or without Megatron's DDP.
+    """One model chunk of the rank in one iteration: its captured microbatches, and the progress of its passes.
 
-    Megatron reduces a bucket when all of its parameters have reported that their gradients are ready. Parameters in
-    autograd's graph report through a hook. If a pass T, IB or W accumulates the gradient of a weight, this class
-    reports that the gradient is ready, exactly once and only after the synchronisation has started. Before that,
-    Megatron does not count reports, because it expects further microbatches.
+    held: Megatron's `no_sync`, inside which it synchronises no gradients, with or without Megatron's DDP.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        data_iterator: Any,
-        microbatches: int,
-        synchronises_in_schedule: bool,
-        no_sync: AbstractContextManager[Any],
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, data_iterator: Any, no_sync: Callable[[], Any] | None) -> None:
         self.model = model
         self.core = unwrap_model(model)
         self.data_iterator = data_iterator
         self.captures: dict[int, Capture] = {}
-        self.captured = 0
+        self.captured = self.backwards = 0
         self.delaying = delaying_layers(model)
-        self._synchronises_in_schedule = synchronises_in_schedule
-        self._backwards_left = microbatches
-        self.weight_passes = 0
-        self._held = no_sync
-        self._held.__enter__()
-        self._started = False
-        self._waiting: list[torch.nn.Parameter] = []
-
-    def before_backward(self) -> None:
-        """Allow the last backward of the iteration to synchronise gradients."""
-        self._backwards_left -= 1
-        if not self._backwards_left and self._synchronises_in_schedule:
-            self._start()
-
-    def complete(self, parameter: torch.nn.Parameter) -> None:
-        """Record that a pass T, IB or W has completed the gradient of a weight."""
-        if self._started:
-            self._report(parameter)
-        else:
-            self._waiting.append(parameter)
-
-    def finish(self, synchronise: Callable[..., Any] | None) -> None:
-        """Start the gradient synchronisation at the end of the schedule, unless it has already started. If Megatron
-        aligns the start between ranks, it provides the function `synchronise`.
-        """
-        if self._started:
-            return
-        if synchronise is None:
-            self._start()
-        else:
-            self._held.__exit__(None, None, None)
-            synchronise(self.model.parameters())
-
-    def _start(self) -> None:
-        """Exit `no_sync`, inside which Megatron ignores reports, and report the gradients that are already complete."""
-        self._held.__exit__(None, None, None)
-        self._started = True
-        for parameter in self._waiting:
-            self._report(parameter)
-
-    def _report(self, parameter: torch.nn.Parameter) -> None:
-        settings = getattr(self.model, "ddp_config", None)
-        if settings is not None and settings.overlap_grad_reduce:
-            self.model.param_to_bucket_group[parameter].register_grad_ready(parameter, self.model.force_all_reduce)
+        self.held = ExitStack()
+        self.held.enter_context((no_sync or nullcontext)())
 
 
 def _listed(value: Any, count: int) -> list[Any]:
