@@ -89,7 +89,6 @@ EXAMPLES = {
         "sbatch llama3_8b --config data/mock --nodes 4 --vocab-parallel --dry-run --cpu", "^4 nodes|^the job|^sbatch"
     ),
     "tables": Example("tables", most=8),
-    "paper tables": Example("paper tables", most=8),
     "paper jobs": Example("paper jobs -o cells", most=6),
     "paper collect": Example("paper collect cells", status=2),
 }

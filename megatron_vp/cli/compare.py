@@ -63,15 +63,15 @@ def trace(
         typer.Option("-o", "--output", help="Write one Perfetto file with all ranks; open it in ui.perfetto.dev."),
     ] = None,
 ) -> None:
-    """Show how every rank of a traced run spent its time, and simulate the run with the measured pass times.
+    """Show how every rank of a traced run spent its time, and the mean times of its passes.
 
     Trace a run with: pretrain_gpt_vp.py ... --vocab-parallel --pipeline-trace DIR
     """
-    from megatron_vp.trace.figures import figures, table
+    from megatron_vp.trace.figures import table
     from megatron_vp.trace.rank_files import merge, read_traces
 
     check_destination(False, output)
     traces = read_traces(folder)
-    typer.echo(table(traces, figures(traces)))
+    typer.echo(table(traces))
     if output is not None:
         write(merge(traces), output)

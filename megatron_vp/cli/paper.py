@@ -1,4 +1,4 @@
-"""`megatron-vp paper`: predict or reproduce the paper's tables; `megatron-vp tables` is short for `paper tables`."""
+"""`megatron-vp tables` predicts the paper's tables; `megatron-vp paper` helps to reproduce them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ class Format(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command group `paper` to `app`, and also add the group's command `tables` directly to `app`."""
+    """Add the command `tables` and the command group `paper` to `app`."""
     group = typer.Typer(rich_markup_mode=None)
-    group.command("tables", short_help="Predict every cell of the paper's tables.")(tables)
     group.command("jobs", short_help="Write job lists for the paper's tables.")(list_jobs)
     group.command("collect", short_help="Turn the logs of the paper's runs into CSV.")(collect)
-    app.add_typer(group, name="paper", help="Predict or reproduce the paper's tables.")
-    app.command("tables", short_help="Short form of `megatron-vp paper tables`.")(tables)
+    app.add_typer(group, name="paper", help="Reproduce the paper's tables.")
+    app.command("tables", short_help="Predict every cell of the paper's tables.")(tables)
 
 
 def tables(
@@ -110,7 +109,7 @@ def collect(
     output: OutputOption = None,
 ) -> None:
     """Extract results from the logs of the runs that `megatron-vp paper jobs` listed. The output is CSV that
-    `megatron-vp paper tables --published` reads.
+    `megatron-vp tables --published` reads.
 
     MFU is computed as in the paper. Memory is the peak of PyTorch's allocator on the fullest rank, in GiB. A run that
     ran out of memory has empty fields. Missing and unusable logs are listed on standard error.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_vp.errors import UserError
@@ -12,36 +12,29 @@ CONFIG = "--config"
 CPU = "--cpu"
 
 
-def grouped(words: Sequence[str]) -> list[list[str]]:
-    """Split words into flags, each with the words that follow it up to the next word that starts with `--`.
+def flags_in(words: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The flags in order: each name with its dashes, and the words that follow it up to the next word that starts with
+    `--`. `--name=value` counts as `--name value`.
 
     Raises UserError if the first word is not a flag.
     """
-    groups: list[list[str]] = []
+    found: list[tuple[str, list[str]]] = []
     for word in words:
+        option, equals, value = word.partition("=")
         if word.startswith("--"):
-            groups.append([word])
-        elif not groups:
+            found.append((option, [value] if equals else []))
+        elif not found:
             raise UserError(f"{word!r} is not a flag; after the configuration file, give only --flags")
         else:
-            groups[-1].append(word)
-    return groups
-
-
-def flags_in(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the flags in order, as `grouped` does: each name with its dashes, and the values. `--name=value` counts as
-    `--name value`.
-    """
-    for first, *values in grouped(words):
-        option, equals, value = first.partition("=")
-        yield option, [value, *values] if equals else values
+            found[-1][1].append(word)
+    return found
 
 
 def flag_value(words: Sequence[str], option: str) -> str | None:
     """The first value of the last occurrence of `option` ("" for a bare flag); None if it does not occur."""
     first = next((index for index, word in enumerate(words) if word.startswith("--")), len(words))
-    found = [values for name, values in flags_in(words[first:]) if name == option]
-    return next(iter(found[-1]), "") if found else None
+    values = dict(flags_in(words[first:])).get(option)
+    return None if values is None else "".join(values[:1])
 
 
 def asks_for_cpu(words: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ import yaml
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import flags_in, name_of, option_of
 from megatron_vp.jobs.config_words import arguments_from_config
-from megatron_vp.jobs.known_options import listed_parser, out_of_range, refuse_wrong_words
+from megatron_vp.jobs.known_options import listed_parser, out_of_range
 from megatron_vp.jobs.yaml_files import read_leaves
 
 ALGORITHM_ALONE = (
@@ -47,9 +47,9 @@ def read_sizes(
     `commands_own` lists the options of the calling command, which are also suggested for a misspelled option. Raises
     UserError for an unknown argument, a value that its option does not accept, NaN or infinity.
     """
-    words = arguments_from_config(files, listed_parser())
-    refuse_wrong_words(flags, commands_own)
-    values = vars(listed_parser().parse_args([*words, *flags]))
+    parser = listed_parser()
+    parser.commands_own = commands_own
+    values = vars(parser.parse_args([*arguments_from_config(files, parser), *flags]))
     for name, value in values.items():
         if fault := out_of_range(name, value):
             raise UserError(f"{option_of(name)} {fault}")

@@ -42,14 +42,22 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are UserErrors. If an option is unknown, the error names the nearest known option."""
+    """A parser whose errors are UserErrors. If an option is unknown, the error names the nearest known option.
+
+    commands_own: the calling command's own options, which may be suggested too.
+    """
+
+    commands_own: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
         unknown = message.partition("unrecognized arguments: ")[2].split("=")[0].split()
         if unknown and unknown[0].startswith("--"):
             known = [name_of(option) for option in self._option_string_actions if option.startswith("--")]
-            message += f"; the nearest known option is {option_of(nearest_name(name_of(unknown[0]), known))}"
+            nearest = nearest_name(name_of(unknown[0]), [*self.commands_own, *known])
+            message += f"; the nearest known option is {option_of(nearest)}"
+        elif unknown:
+            message = f"{unknown[0]!r} is not a flag or a flag's value: leave it out; a configuration file comes first"
         raise UserError(message)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -127,20 +135,6 @@ def known_options() -> dict[str, argparse.Action]:
 def nearest_name(name: str, known: Iterable[str]) -> str:
     """The known name most likely meant by `name`. All names have underscores in place of hyphens."""
     return SHORT_NAMES.get(name) or difflib.get_close_matches(name, known, 1, 0)[0]
-
-
-def refuse_wrong_words(words: Sequence[str], commands_own: Iterable[str] = ()) -> None:
-    """Raise UserError for flags that training would refuse: an unknown option, a wrong value or a wrong number of
-    values.
-
-    `commands_own` lists the calling command's own options, which may be suggested for an unknown one too.
-    """
-    for word in listed_parser().parse_known_args(words)[1][:1]:
-        if not word.startswith("--"):
-            raise UserError(f"{word!r} is not a flag or a flag's value: leave it out; a configuration file comes first")
-        option = word.partition("=")[0]
-        nearest = option_of(nearest_name(name_of(option), [*commands_own, *known_options()]))
-        raise UserError(f"{option} is not a known option; the nearest known option is {nearest}")
 
 
 def files_and_flags(words: Sequence[str] | None, overlays: Sequence[Path] | None) -> tuple[list[Path], list[str]]:

@@ -26,11 +26,6 @@ def stages_behind_mtp(layout: str) -> int:
     return _expanded(layout).rpartition("m")[2].count("|") if "m" in layout else 0
 
 
-def stages_in(layout: str) -> int:
-    """The number of stages of a `--pipeline-model-parallel-layout`. Raises UserError if the layout is too long."""
-    return _expanded(layout).count("|") + 1
-
-
 def _expanded(layout: str) -> str:
     """The layout with every repetition written out."""
     text = layout.replace(" ", "").replace(",", "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
-from megatron_vp.jobs.layout_text import layers_in, stages_in
+from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import pattern_in
 
 ENDS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -30,20 +30,25 @@ def chunks_asked(arguments: Mapping[str, Any]) -> int | None:
     A number that does not divide the layers or segments equally is rounded down, because Megatron refuses such jobs.
     Raises UserError if Megatron would not accept the layout or the pattern.
     """
-    given = arguments.get
-    ranks, pattern = given("pipeline_model_parallel_size") or 1, pattern_in(arguments)
-    chunks, each = given("num_virtual_stages_per_pipeline_rank"), given("num_layers_per_virtual_pipeline_stage")
-    layout = given("pipeline_model_parallel_layout")
+    given, stages = arguments.get, _cut(arguments)
+    ranks, chunks = given("pipeline_model_parallel_size") or 1, given("num_virtual_stages_per_pipeline_rank")
+    each = given("num_layers_per_virtual_pipeline_stage")
     if chunks is not None:
         return int(chunks)
-    if pattern is not None:
-        return None if pattern.layers is None else max(1, len(pattern.layers) // ranks)
-    if layout is not None:
-        return max(1, stages_in(str(layout)) // ranks)
+    if stages is not None:
+        return max(1, len(stages) // ranks)
     if each is not None:
         layers = (given("num_layers") or 0) + sum(bool(given(name)) for name in ENDS)
         return max(1, layers // each // ranks)
     return None
+
+
+def _cut(arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The number of layers of each virtual stage, from the bars of the pattern or the layout; None without both."""
+    pattern, layout = pattern_in(arguments), arguments.get("pipeline_model_parallel_layout")
+    if pattern is not None and pattern.layers is not None:
+        return pattern.layers
+    return None if layout is None else layers_in(str(layout))
 
 
 def shifts_given(arguments: Mapping[str, Any]) -> list[str]:
@@ -83,7 +88,4 @@ def layers_given(arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
 
     None if none of these is given. Raises UserError for a layout that cannot be parsed.
     """
-    pattern, layout = pattern_in(arguments), arguments.get("pipeline_model_parallel_layout")
-    if pattern is not None and pattern.layers is not None:
-        return pattern.layers
-    return shifted_layers(arguments) if layout is None else layers_in(str(layout))
+    return _cut(arguments) or shifted_layers(arguments)

@@ -24,9 +24,6 @@ LOG_SUFFIXES = (".txt", ".log", ".out")
 LONGEST_LOG = 1024 * MIB
 ITERATION = re.compile(r"iteration\s+(\d+)/\s*(\d+) .*?lm loss: (\S+)")
 """Matches the iteration, the job's number of iterations and the mean training loss in a line of Megatron's log."""
-_LINE = re.compile(r"iteration\s+(\d+)/\s*\d+ (?:.*?lm loss: (\S+))?(?:.* skipped iterations:\s+(\d+))?")
-"""Matches the iteration, the loss, which is missing if every iteration was skipped, and the skipped iterations."""
-
 _SHOWN = (
     *("iteration_seconds", "busy_seconds", "waiting_seconds", "peak_memory_bytes", "peak_microbatches_in_flight"),
     "parameters",
@@ -83,10 +80,7 @@ class TwoRuns:
     def differences(self) -> dict[int, float]:
         """Relative difference of the losses, (vocabulary parallel - plain) / plain, for each iteration in both logs."""
         plain, split = self.plain.losses, self.split.losses
-        return {
-            each: (split[each] - plain[each]) / abs(plain[each]) if split[each] != plain[each] else 0.0
-            for each in sorted(plain.keys() & split.keys())
-        }
+        return {each: (split[each] - plain[each]) / abs(plain[each]) for each in sorted(plain.keys() & split.keys())}
 
     @property
     def largest_loss_difference(self) -> tuple[int, float]:
@@ -174,7 +168,7 @@ def read_losses(log: Path, interval: int = 1) -> dict[int, float]:
     """
     losses: dict[int, float] = {}
     last, before = sys.maxsize, 0  # the iteration of the last line, and the one before the first that a line covers
-    for number, text, skipped in _LINE.findall(read_text(log, "log", LONGEST_LOG, errors="replace")):
+    for number, _, text in ITERATION.findall(read_text(log, "log", LONGEST_LOG, errors="replace")):
         iteration = int(number)
         if iteration <= last or iteration % interval:  # the first iteration after a start
             before = iteration - 1
@@ -182,7 +176,7 @@ def read_losses(log: Path, interval: int = 1) -> dict[int, float]:
         # Megatron keeps the loss of a first iteration within an interval for the mean of that interval.
         last, before = iteration, before if iteration % interval else iteration
         try:
-            loss = float(text or 0)
+            loss = float(text)
         except ValueError:
             loss = math.nan
         if not math.isfinite(loss):
@@ -190,7 +184,7 @@ def read_losses(log: Path, interval: int = 1) -> dict[int, float]:
                 f"the loss of iteration {iteration} in {log} is {printable(text, 40)}: give two runs whose losses are "
                 "finite"
             )
-        if whole and text and (loss or not int(skipped or 0)):  # 0 stands for a mean over skipped iterations alone
+        if whole and loss:  # 0 stands for a mean over skipped iterations alone
             losses[iteration] = loss
     if not losses:
         raise UserError(
@@ -210,20 +204,19 @@ def _log_in(folder: Path) -> Path:
 
 
 def _table(plain: RecordedRun, split: RecordedRun) -> list[str]:
-    """Format a table with one line per rank; peak memory is shown only if both runs measured it."""
+    """Format a table with one line per rank; peak memory is shown only if both runs measured it, on GPUs."""
     columns: list[tuple[str, Callable[[RankReport], str]]] = [
         ("parameters", lambda rank: f"{rank.parameters:,}"),
         ("in flight", lambda rank: f"{rank.peak_microbatches_in_flight:g}"),
         ("computes s", lambda rank: f"{_seconds(rank.busy_seconds)} {rank.busy_seconds / rank.iteration_seconds:4.0%}"),
         ("waits s", lambda rank: _seconds(rank.waiting_seconds)),
     ]
-    measured = all(rank.peak_memory_bytes is not None for run in (plain, split) for rank in run.ranks)
-    if measured:
+    if plain.ranks[0].peak_memory_bytes and split.ranks[0].peak_memory_bytes:
         columns.append(("peak GiB", lambda rank: f"{(rank.peak_memory_bytes or 0) / GIB:.2f}"))
     rows = [["rank", *(title for title, _ in columns)]]
     for number, pair in enumerate(zip(plain.ranks, split.ranks, strict=True)):
         rows.append([str(number), *(" | ".join(map(show, pair)) for _, show in columns)])
-    return [*aligned(rows), *([] if measured else ["peak memory: measured only on GPUs"])]
+    return aligned(rows)
 
 
 def _seconds(seconds: float) -> str:

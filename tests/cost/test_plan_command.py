@@ -379,7 +379,7 @@ def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_pat
         (["--pipeline-schedule", "v-half-ish"], "unknown schedule 'v-half-ish'"),
         (["--num-layers", "100000000"], "--num-layers 100000000 is not a whole number from 1 to 10000"),
         (["--vocab-parallel", "maybe"], "'maybe' is not a flag or a flag's value"),
-        (["--data-parallel-size", "8"], "--data-parallel-size is not a known option"),
+        (["--data-parallel-size", "8"], "unrecognized arguments: --data-parallel-size"),
         (["--train-iters", "1e3"], "argument --train-iters: invalid int value: '1e3'"),
         (["--optimizer", "adm"], "argument --optimizer: invalid choice: 'adm' (choose from 'adam', 'sgd',"),
         (["--data-path", "x", "-f", "json"], "'-f' is not a flag or a flag's value"),

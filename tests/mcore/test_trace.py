@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod, generate
-from megatron_vp.trace.figures import figures, ran
+from megatron_vp.schedule import PassKind, generate
+from megatron_vp.trace.figures import figures
 from megatron_vp.trace.rank_files import read_traces
 from megatron_vp.trace.rank_reports import read_reports
 from megatron_vp.trace.two_runs import RecordedRun, TwoRuns
@@ -62,23 +62,15 @@ def test_the_command_reads_what_training_recorded(folders):
             assert passes == sorted(expected + [f"LOSS:{m}" for m in range(4)] * (rank == RANKS - 1))
 
 
-def order_of_plain_run(folder, chunks):
-    """Asserts that a trace of Megatron's own schedule has its passes in the order of our generator."""
-    traces = read_traces(folder)
-    name = "1f1b" if chunks == 1 else "interleaved"
-    expected = generate(name, RANKS, 4, chunks=chunks)
-    for iteration in (2, 3):
-        recorded = ran(traces, iteration)
-        assert (recorded.name, recorded.vocab) == (name, VocabMethod.NONE)
-        assert recorded.placement == expected.placement and recorded.ranks == expected.ranks
-    return figures(traces)
-
-
 def test_megatrons_own_schedule_is_traced(folders):
-    found = order_of_plain_run(folders / "plain trace", 1)
+    traces, expected = read_traces(folders / "plain trace"), generate("1f1b", RANKS, 4)
+    for trace, order in zip(traces, expected.ranks, strict=True):
+        assert (trace.schedule, trace.vocab, trace.placement) == ("1f1b", "none", expected.placement.stage_of)
+        for iteration in (2, 3):
+            spans = [each for each in trace.spans if each.iteration == iteration and each.category in PassKind]
+            assert [span.name for span in spans] == list(map(str, order))
+    found = figures(traces)
     assert all(0 < rank.busy < found.measured and rank.vocabulary == 0 for rank in found.ranks)
-    result = CliRunner().invoke(app, ["trace", str(folders / "plain trace")])
-    assert result.exit_code == 0 and "schedule 1f1b, vocabulary none: 2 ranks, 4 microbatches" in result.stdout
 
 
 def test_two_runs_are_compared_by_the_reports_that_training_wrote(folders):

@@ -3,16 +3,15 @@
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Pass, PassCosts, PassKind, draw, family, generate, simulate
+from megatron_vp.schedule import PassCosts, PassKind, draw, generate, simulate
 from megatron_vp.schedule.perfetto import Lane
-from megatron_vp.trace.figures import figures, ran
+from megatron_vp.trace.figures import figures
 from megatron_vp.trace.rank_files import (
     COLLECTIVE,
     LOSS,
@@ -60,35 +59,15 @@ def write(folder, traces):
         path_of(folder, trace.rank).write_text(trace.to_json())
 
 
-def test_a_simulated_run_is_predicted_exactly():
+def test_a_simulated_run_has_the_times_that_were_simulated():
     timeline, traces = recorded()
     found = figures(traces)
-    taken = [found.costs.duration(timeline.schedule, 0, Pass(kind, 0)) for kind in (PassKind.F, PassKind.B)]
-    assert taken == pytest.approx([3, 6])
-    assert found.measured == pytest.approx(timeline.makespan)
-    assert found.predicted == pytest.approx(timeline.makespan)
+    assert found.costs.named() == pytest.approx(COSTS.named()) and found.measured == pytest.approx(timeline.makespan)
     for rank, busy in zip(found.ranks, timeline.busy, strict=True):
-        assert rank.busy == pytest.approx(busy)
-        assert rank.vocabulary == pytest.approx(4 * (1 + 1.5))
-        assert rank.communicating == rank.hidden == rank.waiting == 0
+        assert rank == pytest.approx((busy, 4 * (1 + 1.5), 0, 0))
 
 
-def test_whole_backwards_among_split_ones_are_predicted():
-    mixed = family(str(Path(__file__).parents[1] / "mcore" / "schedules" / "by_hand.json")).fixed
-    all_whole_in_chunk_0 = [
-        tuple(
-            step._replace(kind=PassKind.BW) if step.chunk == 0 and step.kind is PassKind.B else step
-            for step in order
-            if step.chunk or step.kind is not PassKind.W
-        )
-        for order in mixed.ranks
-    ]
-    for schedule in (mixed, replace(mixed, ranks=tuple(all_whole_in_chunk_0))):
-        timeline, traces = recorded(schedule=schedule)
-        assert figures(traces).predicted == pytest.approx(timeline.makespan)
-
-
-def test_loss_waits_and_overlap_are_counted_where_they_are():
+def test_losses_and_waits_are_counted_where_they_are():
     _, traces = recorded()
     end = max(span.end for span in traces[2].spans if span.iteration == 4)
     trace = with_spans(
@@ -102,13 +81,12 @@ def test_loss_waits_and_overlap_are_counted_where_they_are():
     # Means over two iterations.
     assert after.busy - before.busy == pytest.approx(8 / 2)
     assert after.communicating == pytest.approx(6 / 2)
-    assert after.hidden == pytest.approx(4 / 2)
     assert after.waiting == pytest.approx(3 / 2)
     assert after.vocabulary == pytest.approx(before.vocabulary)
 
 
-def test_files_read_back_and_the_executed_order_is_the_schedule(tmp_path):
-    timeline, traces = recorded()
+def test_files_read_back(tmp_path):
+    _, traces = recorded()
     traces[1] = with_spans(traces[1], TracedSpan(4, Lane.SECOND_STREAM, "C0:0", COLLECTIVE, 30, 31))
     write(tmp_path, traces)
     again = read_traces(tmp_path)
@@ -117,7 +95,6 @@ def test_files_read_back_and_the_executed_order_is_the_schedule(tmp_path):
         for a, b in zip(one.spans, other.spans, strict=True):
             assert (a.name, a.category, a.lane, a.iteration) == (b.name, b.category, b.lane, b.iteration)
             assert (a.start, a.end) == pytest.approx((b.start, b.end))
-    assert ran(again, 5) == timeline.schedule
 
 
 def shown(events):
@@ -147,13 +124,13 @@ def test_the_command_merges_into_what_the_simulator_draws(tmp_path):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0] == "schedule 1f1b, vocabulary vocab-2: 3 ranks, 4 microbatches, iterations 4 of the job"
-    assert "F=3 B=6 W=0 S=1 T=1.5 IF=0.5 IB=0.25 comm=0" in lines[1]
-    rows = [line.split() for line in lines[4:7]]
+    assert lines[-1].endswith("--cost F=3,B=6,W=0,S=1,T=1.5,IF=0.5,IB=0.25,comm=0")
+    rows = [line.split() for line in lines[3:6]]
     for row, busy in zip(rows, timeline.busy, strict=True):
         assert float(row[1]) == pytest.approx(busy, abs=0.01)
         assert float(row[2]) == pytest.approx(100 * (1 - busy / timeline.makespan), abs=0.01)
         assert float(row[3]) == pytest.approx(100 * 10 / busy, abs=0.01)
-    assert re.search(rf"{timeline.makespan:.2f} ms measured, {timeline.makespan:.2f} ms .*1\.000", lines[-1])
+    assert lines[-2] == f"iteration: {timeline.makespan:.2f} ms"
     events = json.loads(merged.read_text())["traceEvents"]
     simulated = json.loads(draw.to_perfetto(timeline))["traceEvents"]
     assert shown(events).keys() == shown(simulated).keys()
@@ -166,10 +143,6 @@ SPOILT = {
     "contains files of different runs (ranks 0 and 1)": (1, lambda trace: replace(trace, run="8")),
     "contains different iterations for rank 1 ([4, 5]) and rank 2 ([4])": (
         *(2, lambda trace: replace(trace, microbatches={4: 4})),
-    ),
-    "the traced passes do not form a valid schedule": (0, lambda trace: replace(trace, spans=trace.spans[1:])),
-    "the traced passes do not form a valid schedule: 'nap' is not a pass": (
-        *(0, lambda trace: replace(trace, spans=(replace(trace.spans[0], name="nap"), *trace.spans[1:]))),
     ),
     "contains 2 files, of ranks [0, 2], but the run has ranks 0 to 2": (1, lambda trace: None),
 }
