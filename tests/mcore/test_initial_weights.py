@@ -213,7 +213,7 @@ def counted(rank: int, world_size: int, arguments: tuple[str, ...]) -> int:
     """On a rank: how many chunks of plain Megatron's it builds in a run."""
     from megatron_vp.mcore.model import initial_weights
 
-    with mock.patch.object(initial_weights, "PlainStart", wraps=initial_weights.PlainStart) as started:
+    with mock.patch.object(initial_weights, "_fill", wraps=initial_weights._fill) as started:
         train_case(rank, world_size, arguments, same_weights=False)
     return started.call_count
 

@@ -19,8 +19,9 @@ the plain stages too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import batched, chain, product
 from typing import Any
 
@@ -71,66 +72,16 @@ BuildPlain = Callable[..., nn.Module]
 """
 
 
-class PlainStart:
-    """Builds the chunks that this rank would have in plain Megatron. They are kept until our chunks have copied the
-    weights.
-
-    config: the configuration that `build` reads, unless it reads Megatron's arguments.
-    """
-
-    def __init__(self, job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain, config: Any) -> None:
-        settings = plain_settings(job)
-        chunks = settings["virtual_pipeline_model_parallel_size"]
-        self._placement = Placement.round_robin(groups.pp.size(), chunks or 1)
-        self._held = []
-        with _as_in_plain_megatron(job.args, config, settings):
-            for index, stage in enumerate(self._placement.stage_of[groups.pp.rank()]):
-                ends = {"pre_process": stage == 0, "post_process": stage + 1 == self._placement.stages}
-                chunk = build(**ends, **({"vp_stage": index} if chunks else {}))
-                self._held.append(dict(_tensors(chunk)))
-        self._group, self._tensor_size = groups.mp, groups.tp.size()
-        stages, find = range(self._placement.stages), self._placement
-        self._places = [(stage, find.rank_of(stage) * self._tensor_size, find.chunk_of(stage)) for stage in stages]
-        """Of each plain stage, the rank of its first tensor rank in the replica, and its chunk there."""
-        self._holdings = from_all([_forms(held) for held in self._held], groups.mp)
-
-    @torch.no_grad()
-    def fill(self, chunk: nn.Module, index: int, placement: Placement) -> None:
-        """Overwrite the weights of this rank's new chunk `index` with plain Megatron's initial weights.
-
-        All ranks of a model replica call this method, once per chunk. The last call also frees plain Megatron's chunks.
-        A parameter that does not exist in plain Megatron keeps its own initial value.
-        """
-        own = dict(_tensors(chunk))
-        device, rank = pipeline_device(), dist.get_rank(self._group)
-        # Broadcast over the model-parallel group, because the gradient norm needs this group's connections anyway.
-        for owner, wanted in enumerate(from_all(_forms(own), self._group)):
-            stage = placement.stage_of[owner // self._tensor_size][index]
-            near = stage * self._placement.stages // placement.stages
-            for name, form in wanted.items():
-                # Of the plain chunks that hold the tensor, take the one nearest to our stage.
-                holders = [
-                    (abs(plain - near), first + owner % self._tensor_size, held)
-                    for plain, first, held in self._places
-                    if self._holdings[first + owner % self._tensor_size][held].get(name) == form
-                ]
-                if not holders:
-                    continue
-                _, source, held = min(holders)
-                value = _exact(self._held[held][name]).to(device).contiguous() if rank == source else None
-                if source != owner:
-                    value = torch.empty(form[0], dtype=form[1], device=device) if value is None else value
-                    dist.broadcast(value, src=dist.get_global_rank(self._group, source), group=self._group)
-                if rank == owner:
-                    _set(own[name], value)
-        if index + 1 == placement.chunks:
-            self._held.clear()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()  # Gradient buffers do not fit into the cached blocks.
+Fill = Callable[[Sequence[nn.Module]], None]
+"""Overwrites the weights of this rank's new chunks with plain Megatron's initial weights, and frees plain Megatron's
+chunks. All ranks of a model replica call it once, when all chunks are built. A parameter that does not exist in plain
+Megatron keeps its own initial value.
+"""
 
 
-def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain, config: Any) -> PlainStart | None:
-    """Build the weights that our chunks start from, or return None if our chunks do not need them.
+def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPlain, config: Any) -> Fill | None:
+    """Build the chunks that this rank would have in plain Megatron, or return None if our chunks do not need their
+    weights. `config`: the configuration that `build` reads, unless it reads Megatron's arguments.
 
     All ranks of a model replica make this call before the first chunk is built. The weights are not needed in a replay,
     or with --init-model-with-meta-device. They are also not needed if a checkpoint replaces them, or if every layer is
@@ -139,8 +90,51 @@ def plain_start(job: SettledJob, groups: ProcessGroupCollection, build: BuildPla
     if not moves_layers(job) or job.arguments.init_model_with_meta_device or job.arguments.fake_process_group:
         return None
     # Nodes may see different files. The ranks exchange the weights, so all ranks or none must build them.
-    loads = from_all(job.checkpoint_to_load is not None, groups.mp)
-    return None if all(loads) else PlainStart(job, groups, build, config)
+    if all(from_all(job.checkpoint_to_load is not None, groups.mp)):
+        return None
+    settings = plain_settings(job)
+    chunks = settings["virtual_pipeline_model_parallel_size"]
+    plain, held = Placement.round_robin(groups.pp.size(), chunks or 1), []
+    with _as_in_plain_megatron(job.args, config, settings):
+        for index, stage in enumerate(plain.stage_of[groups.pp.rank()]):
+            ends = {"pre_process": stage == 0, "post_process": stage + 1 == plain.stages}
+            held.append(dict(_tensors(build(**ends, **({"vp_stage": index} if chunks else {})))))
+    return partial(_fill, groups, plain, held, job.placement)
+
+
+@torch.no_grad()
+def _fill(
+    groups: ProcessGroupCollection,
+    plain: Placement,
+    held: list[dict[str, torch.Tensor]],
+    ours: Placement,
+    chunks: Sequence[nn.Module],
+) -> None:
+    """See `Fill`. `held`: the tensors of each chunk that this rank would have in plain Megatron."""
+    # Broadcast over the model-parallel group, because the gradient norm needs this group's connections anyway. Its
+    # ranks are ordered by pipeline rank, then by tensor rank.
+    group, tensor_size, device = groups.mp, groups.tp.size(), pipeline_device()
+    own = [dict(_tensors(chunk)) for chunk in chunks]
+    holdings = from_all([{name: _form(each) for name, each in tensors.items()} for tensors in held], group)
+    # Of the plain stages that hold a tensor, take the one nearest to our stage.
+    nearest: dict[tuple[int, str], int] = {}
+    for stage, tensor_rank in product(range(plain.stages), range(tensor_size)):
+        source, chunk = plain.rank_of(stage) * tensor_size + tensor_rank, plain.chunk_of(stage)
+        for name, (shape, dtype) in holdings[source][chunk].items():
+            if dist.get_rank(group) == source:
+                value = _exact(held[chunk][name]).to(device).contiguous()
+            else:
+                value = torch.empty(shape, dtype=dtype, device=device)
+            dist.broadcast(value, src=dist.get_global_rank(group, source), group=group)
+            for index, of in enumerate(ours.stage_of[groups.pp.rank()] if tensor_rank == groups.tp.rank() else ()):
+                distance = abs(stage - of * plain.stages // ours.stages)
+                same_form = name in own[index] and _form(own[index][name]) == (shape, dtype)
+                if same_form and distance < nearest.get((index, name), plain.stages):
+                    nearest[index, name] = distance
+                    _set(own[index][name], value)
+    held.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # Gradient buffers do not fit into the cached blocks.
 
 
 def moves_layers(job: SettledJob) -> bool:
@@ -205,5 +199,5 @@ def _global_name(chunk: nn.Module, name: str) -> str:
     return f"{_LAYERS}{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
 
 
-def _forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+def _form(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(tensor.shape), tensor.dtype

@@ -71,9 +71,9 @@ class RankModel:
         with nullcontext() if self._start is None else _fork_rng():
             chunk = build(pre_process=stage == 0, post_process=stage + 1 == placement.stages)
         check_model(chunk)
-        if self._start is not None:
-            self._start.fill(chunk, index, placement)
         self.chunks.append(chunk)
+        if self._start is not None and len(self.chunks) == placement.chunks:
+            self._start(self.chunks)
         object.__setattr__(chunk, MODEL, self)
         chunk.register_forward_pre_hook(self._refuse_outside_of_passes, prepend=True)
         return chunk

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer import cuda_graphs
@@ -111,10 +110,7 @@ _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"
 def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
     """Check this rank's chunks, and return their model. A model that nothing has wrapped is prepared here."""
     for each in chunks if gradients else ():
-        trained = [weight for weight in each.parameters() if weight.requires_grad]
-        if not isinstance(each, DistributedDataParallel) and not all(
-            hasattr(weight, "main_grad") for weight in trained
-        ):
+        if any(weight.requires_grad and not hasattr(weight, "main_grad") for weight in each.parameters()):
             raise UserError(
                 f"this script trains a {type(each).__name__} that it did not wrap in Megatron's "
                 "DistributedDataParallel, but our passes write gradients to the wrapper's buffers: wrap the model in "
