@@ -12,7 +12,7 @@ from megatron_vp.cost.planning.offloading import with_chosen_offload, with_given
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.virtual_stages import layers_given
-from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
+from megatron_vp.jobs.vocab_shards import EVEN, EVEN_ALONE, NEEDS_VOCAB_PARALLEL, shards_of
 from megatron_vp.schedule import VocabMethod
 
 
@@ -37,13 +37,13 @@ def with_shards(
     Raises UserError if the given `--vocab-shards` cannot be used for this job.
     """
     given = config.get("vocab_shards")
-    choice, said = ShardChoice.parse(given), {"vocab_shards": given, "pipeline_schedule": plan.schedule}
+    choice, said = shards_of(given), {"vocab_shards": given, "pipeline_schedule": plan.schedule}
     if plan.vocab is VocabMethod.NONE and given is not None:
         raise UserError(NEEDS_VOCAB_PARALLEL.format_map(said))
-    if plan.vocab is VocabMethod.INTERLACED and choice.rule not in (ShardRule.EVEN, ShardRule.BALANCED):
+    if plan.vocab is VocabMethod.INTERLACED and isinstance(choice, tuple):
         raise UserError(EVEN_ALONE.format_map(said))
-    if not plan.vocab.is_sharded or choice.rule is ShardRule.EVEN:
+    if not plan.vocab.is_sharded or choice == EVEN:
         return plan
-    if choice.rule is ShardRule.ROWS:
-        return replace(plan, vocab_rows=choice.rows)
+    if isinstance(choice, tuple):
+        return replace(plan, vocab_rows=choice)
     return balanced(job, plan, hardware, memory_limit, layers_given(config) is not None).plan(plan)

@@ -23,7 +23,7 @@ from megatron_vp.jobs.known_options import Arguments, out_of_range
 from megatron_vp.jobs.layout_text import layers_in, stages_behind_mtp
 from megatron_vp.jobs.options import OPTIONS, OTHER_NAMES, RUNS, UNREAD
 from megatron_vp.jobs.virtual_stages import SHIFTED_V, shifts_given
-from megatron_vp.jobs.vocab_shards import EVEN_ALONE, NEEDS_VOCAB_PARALLEL, ShardChoice, ShardRule
+from megatron_vp.jobs.vocab_shards import BALANCED, EVEN_ALONE, NEEDS_VOCAB_PARALLEL, shards_of
 from megatron_vp.mcore.model.delayed_weights import MINIMUM_VERSION
 from megatron_vp.mcore.options.vocab_rows import needs_even_shards
 from megatron_vp.mcore.platform.installed import lacks
@@ -87,7 +87,7 @@ def _faults(a: Arguments, words: Mapping[str, Any]) -> dict[str, Any]:
         "one_stage": ours and a.pipeline_model_parallel_size < 2,
         "old_engine": _delays_weights(a) and not is_te_min_version(MINIMUM_VERSION),
         "algorithm_alone": not a.vocab_parallel and _typed("vocab_parallel_algorithm"),
-        "shards_alone": not a.vocab_parallel and ShardChoice.parse(a.vocab_shards).rule is not ShardRule.BALANCED,
+        "shards_alone": not a.vocab_parallel and shards_of(a.vocab_shards) != BALANCED,
         "even_alone": a.vocab_rows is not None and needs_even_shards(settings),
         "chunks": ours and (chunks < 2 if own_chunks is None else chunks != own_chunks),
         "shifted_v": settings.places_chunks and shifts_given(vars(a)),

@@ -7,7 +7,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.jobs.vocab_shards import ShardChoice, ShardRule
+from megatron_vp.jobs.vocab_shards import EVEN, shards_of
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import ChosenRows, RunSettings
@@ -22,11 +22,11 @@ def choose_rows(args: Arguments, settings: RunSettings, prediction: Prediction) 
     name, and the name of the GPU, so all ranks make the same choice. Call this function before Megatron validates the
     arguments. Raises UserError.
     """
-    choice = ShardChoice.parse(args.vocab_shards)
-    if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice.rule is ShardRule.EVEN:
+    choice = shards_of(args.vocab_shards)
+    if not args.vocab_parallel or args.pipeline_model_parallel_size < 2 or choice == EVEN:
         return ChosenRows()
-    if choice.rule is ShardRule.ROWS:
-        return ChosenRows(choice.rows)
+    if isinstance(choice, tuple):
+        return ChosenRows(choice)
     if needs_even_shards(settings) or settings.family.fixed is not None:
         return ChosenRows()
     return _balanced(args, prediction)
