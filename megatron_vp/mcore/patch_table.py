@@ -20,7 +20,7 @@ from megatron_vp.mcore import patches
 from megatron_vp.mcore.patches import Patch
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.platform.installed import installed
-from megatron_vp.mcore.settled import process, replay, run_settings
+from megatron_vp.mcore.settled import process, run_settings
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ CONDITIONS: dict[str, Callable[[Arguments], object]] = {
     "only if Transformer Engine is not installed": lambda args: not installed().engine,
     "only if Apex is not installed": lambda args: not installed().apex,
     "only if the run uses no CUDA device": lambda args: uses_cpu([]),
-    "only in a replay with --shapes-only": lambda args: replay().meter,
+    "only in a replay with --shapes-only": lambda args: process.meter,
     "only in a replay with --shapes-only, if the job uses Transformer Engine's layers": (
-        lambda args: replay().counts_engine
+        lambda args: process.counts_engine
     ),
     "only with --core-attention sdpa": lambda args: args.core_attention == "sdpa",
     "only with --vocab-parallel or a --pipeline-schedule other than 1f1b": (

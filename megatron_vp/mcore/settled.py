@@ -53,18 +53,6 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Replay:
-    """The settings of a replay of one rank, apart from Megatron's arguments."""
-
-    job: JobConfig | None = None
-    """The configuration of the replayed job, before the replay changes it."""
-    meter: Any = None
-    """The memory counter (`replay.shapes_only`) of a replay with --shapes-only; None in other runs."""
-    counts_engine: bool = False
-    """Whether local layers keep the activations that Transformer Engine's layers would keep."""
-
-
-@dataclass(frozen=True)
 class RunSettings:
     """The settings of a run that follow from --pipeline-schedule, --vocab-parallel and --offload-chunks."""
 
@@ -200,8 +188,12 @@ class _Process:
     words: Words = Words()
     """The words from which its arguments are parsed."""
     job: SettledJob | None = None
-    replay: Replay = Replay()
-    """The settings of a replay, or the defaults if this process is not one."""
+    replayed: JobConfig | None = None
+    """In a replay of one rank, the configuration of the job, before the replay changes it."""
+    meter: Any = None
+    """The memory counter (`replay.shapes_only`) of a replay with --shapes-only; None in other runs."""
+    counts_engine: bool = False
+    """Whether local layers keep the activations that Transformer Engine's layers would keep."""
     own_loop: OwnLoop | None = None
     """That of the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
 
@@ -248,22 +240,6 @@ def placed_as_megatron(layout: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         process.job = job
-
-
-@contextmanager
-def replaying(**changes: Any) -> Iterator[None]:
-    """Inside this context, mark this process as a replay of one rank. `changes` sets fields of `Replay`."""
-    before = process.replay
-    process.replay = replace(before, **changes)
-    try:
-        yield
-    finally:
-        process.replay = before
-
-
-def replay() -> Replay:
-    """Return the settings of the replay in this process, or the defaults if the process is not a replay."""
-    return process.replay
 
 
 def family_of(name: str) -> Family:

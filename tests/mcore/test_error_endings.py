@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -46,10 +47,10 @@ ERRORS = [
 
 def end_alone(_rank: int, _world: int) -> None:
     """End a replay of rank 3 of 8, whose peers do not exist."""
-    from megatron_vp.mcore.settled import replaying
+    from megatron_vp.mcore.settled import process
 
     os.environ.update(RANK="3", WORLD_SIZE="8")
-    with replaying(job={"num_layers": 1}):
+    with mock.patch.object(process, "replayed", {"num_layers": 1}):
         end_with(3, 8, UserError("bad input"), False, None)
 
 

@@ -52,15 +52,6 @@ def test_all_ranks_find_the_same_shape():
     assert shapes[0] and len(set(shapes)) == 1
 
 
-def test_a_replay_is_known_inside_alone():
-    with settled.replaying(counts_engine=True):
-        with settled.replaying(meter="a meter"):
-            assert settled.replay() == settled.Replay(None, "a meter", True)
-        settled.begin()
-        assert settled.replay().counts_engine
-    assert settled.replay() == settled.Replay()
-
-
 ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 ROPE = {"num_layers": None, "position_embedding_type": "rope"}
 TWO_CHUNKS = (

@@ -40,7 +40,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
     from megatron_vp.mcore.replay.device_kernels import device_kernels
     from megatron_vp.mcore.replay.one_rank import run_alone
     from megatron_vp.mcore.replay.shapes_only import LiveStorages
-    from megatron_vp.mcore.settled import replaying
+    from megatron_vp.mcore.settled import process
     from megatron_vp.vocab import operations
 
     class CountingOperations(operations.ShapeOperations):
@@ -55,7 +55,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
     options = [*SMALL, "--vocab-size", "500", "--num-workers", "0", "--rerun-mode", "disabled", *flags]
     with (
         RealStorages() as live,
-        replaying(meter=live),
+        mock.patch.object(process, "meter", live),
         mock.patch.object(operations, "_EAGER", CountingOperations()),
         device_kernels(),
         contextlib.redirect_stderr(io.StringIO()),
@@ -116,10 +116,10 @@ def test_a_shape_that_depends_on_numbers_is_refused():
 
 def test_a_storage_counts_once_and_until_its_last_user_is_gone():
     from megatron_vp.mcore.replay.shapes_only import fake_tensors
-    from megatron_vp.mcore.settled import replay
+    from megatron_vp.mcore.settled import process
 
     with fake_tensors():
-        live = replay().meter
+        live = process.meter
         whole = torch.zeros(1024)
         part = whole[:10]
         assert (live.allocated, live.peak) == (4096, 4096)
@@ -134,16 +134,16 @@ def test_a_storage_counts_once_and_until_its_last_user_is_gone():
         assert (live.allocated, live.peak) == (4096, 4 * 4096)
         live.restart()
         assert live.peak == 4096
-    assert replay().meter is None
+    assert process.meter is None
 
 
 def test_what_waits_for_w_keeps_neither_the_chunks_input_nor_its_gradient():
     from megatron_vp.mcore.model.split_backward import _InputGradientLinear, backward_without_weights
     from megatron_vp.mcore.replay.shapes_only import fake_tensors
-    from megatron_vp.mcore.settled import replay
+    from megatron_vp.mcore.settled import process
 
     with fake_tensors():
-        live = replay().meter
+        live = process.meter
         weight = torch.nn.Parameter(torch.zeros(16, 64))
         before = live.allocated
         chunk_input = torch.zeros(32, 64).requires_grad_()

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.settled import replay
+from megatron_vp.mcore.settled import process
 
 
 class ScaledDotProductAttention(MegatronModule):
@@ -56,7 +56,7 @@ class ScaledDotProductAttention(MegatronModule):
         super().__init__(config=config)
         # A replay that counts the memory that Transformer Engine would use does not gather keys and values. Transformer
         # Engine passes them around a ring, and each rank keeps only those of its own part of the sequence.
-        in_parts = config.context_parallel_size > 1 and not replay().counts_engine
+        in_parts = config.context_parallel_size > 1 and not process.counts_engine
         self.context_group = pg_collection.cp if in_parts else None
         if attn_mask_type is not AttnMaskType.causal:
             raise UserError(

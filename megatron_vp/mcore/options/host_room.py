@@ -13,7 +13,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform import installed
-from megatron_vp.mcore.settled import RunSettings, replay
+from megatron_vp.mcore.settled import RunSettings, process
 from megatron_vp.schedule.request import AUTO
 
 
@@ -34,7 +34,7 @@ def check_host_room(args: Arguments, settings: RunSettings, prediction: Predicti
     gives the largest number of chunks that fits. Jobs with a schedule file, and jobs that the cost model does not cover
     completely are not checked.
     """
-    if replay().job is not None or not settings.offloads or settings.family.fixed is not None:
+    if process.replayed is not None or not settings.offloads or settings.family.fixed is not None:
         return
     try:
         if prediction.uncounted:

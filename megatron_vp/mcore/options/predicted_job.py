@@ -23,7 +23,7 @@ from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.platform.flags import uses_cpu
 from megatron_vp.mcore.reports.job_partition import layers_given
-from megatron_vp.mcore.settled import RunSettings, Words, process, replay
+from megatron_vp.mcore.settled import RunSettings, Words, process
 from megatron_vp.mcore.storage.dataset import padded_vocabulary
 from megatron_vp.schedule import Costs
 from megatron_vp.schedule.flex import shaped
@@ -63,7 +63,7 @@ class Prediction:
     @property
     def uncounted(self) -> list[str]:
         """The job's options whose effect on time or memory the cost model ignores."""
-        return uncounted(replay().job or read_job_config([], self._words))
+        return uncounted(process.replayed or read_job_config([], self._words))
 
     def job(self) -> PredictedJob:
         """Return the job's sizes, the plan that the arguments describe, and this rank's hardware. Options in
@@ -73,7 +73,7 @@ class Prediction:
         """
         if self.vocabulary is None:
             raise UserError("the vocabulary size is unknown until the tokenizer can be read")
-        asked = {**(replay().job or vars(self._args)), "padded_vocab_size": self.vocabulary}
+        asked = {**(process.replayed or vars(self._args)), "padded_vocab_size": self.vocabulary}
         if asked.get("vocab_parallel") is not True:
             asked["vocab_parallel_algorithm"] = None
         job = replace(job_of(asked, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")
@@ -94,7 +94,7 @@ def _hardware(args: Arguments) -> Hardware:
     """Return the HARDWARE entry for this rank's device: a CPU core, the GPU that the device's name mentions, or
     UNKNOWN_GPU.
     """
-    if installed.of_nodes is not None or replay().meter is not None:  # The job will run on another machine.
+    if installed.of_nodes is not None or process.meter is not None:  # The job will run on another machine.
         return HARDWARE[UNKNOWN_GPU]
     # Do not ask torch here: during Megatron's startup on a CPU, torch reports that CUDA is available.
     if uses_cpu([]) or args.distributed_backend == "gloo":

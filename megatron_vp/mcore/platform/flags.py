@@ -12,7 +12,7 @@ import torch
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import asks_for_cpu, flag_value, option_of
 from megatron_vp.mcore.platform.installed import INSTALL_ENGINE, Installed, installed
-from megatron_vp.mcore.settled import ROLES, replay
+from megatron_vp.mcore.settled import ROLES, process
 
 _FALLBACK_WARNINGS = (
     "Transformer Engine and Apex are not installed",
@@ -27,7 +27,7 @@ _Choice = tuple[str, str | None, bool]
 
 def _choices(cpu: bool, local: bool, torch_norm: bool, machine: Installed) -> tuple[_Choice, ...]:
     """List the flags that the platform, the layers that will be built and the machine's packages may need."""
-    compiles = (cpu or local) and not replay().counts_engine
+    compiles = (cpu or local) and not process.counts_engine
     return (
         ("--distributed-backend", "gloo", cpu),
         ("--transformer-impl", "local", cpu or machine.engine is None),

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
-from megatron_vp.mcore.settled import replay
+from megatron_vp.mcore.settled import process
 from megatron_vp.vocab.operations import operations_for
 
 
 def _norm_under_sequence_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        if not config.sequence_parallel and not replay().counts_engine:
+        if not config.sequence_parallel and not process.counts_engine:
             return original(cls, config, *args, **kwargs)
         whole = copy.copy(config)
         whole.sequence_parallel = False
         # A replay with --shapes-only builds PyTorch's norms in place of Transformer Engine's. PyTorch's norms refuse
         # zero-centered weights.
-        whole.layernorm_zero_centered_gamma &= not replay().counts_engine
+        whole.layernorm_zero_centered_gamma &= not process.counts_engine
         norm = original(cls, whole, *args, **kwargs)
         for parameter in norm.parameters():
             # Megatron sums the gradients of parameters with this attribute over the tensor-parallel ranks.

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from megatron_vp.mcore.settled import replay
+from megatron_vp.mcore.settled import process
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _norm(self: Any, rows: torch.Tensor) -> torch.Tensor:
-    if replay().counts_engine:
+    if process.counts_engine:
         # Like Transformer Engine, save a contiguous copy: a view would keep the entire storage behind it alive.
         rows = rows.contiguous()
     return _Norm.apply(rows, self.weight, getattr(self, "bias", None))

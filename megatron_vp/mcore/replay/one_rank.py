@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import yaml
 
@@ -29,7 +30,7 @@ from megatron_vp.jobs.job_config import JobConfig, last_batch, parallel_sizes, r
 from megatron_vp.jobs.layer_kind import LayerKind, layer_kind
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.replay.shapes_only import fake_tensors, silent
-from megatron_vp.mcore.settled import ROLES, SettledJob, replaying
+from megatron_vp.mcore.settled import ROLES, SettledJob, process
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, PassCosts
 
 ROUNDS = 3
@@ -137,7 +138,7 @@ def run_alone(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as inside:
         kept, report = Path(folder) / "job.yaml", Path(folder) / "report"
         kept.write_text(yaml.safe_dump(alone | {"rank_report": str(report)}))
-        inside.enter_context(replaying(job=job))
+        inside.enter_context(mock.patch.object(process, "replayed", job))
         if shapes_only:
             inside.enter_context(silent())
             inside.enter_context(fake_tensors(engine))

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_iter
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.replay.device_kernels import device_kernels
-from megatron_vp.mcore.settled import replaying
+from megatron_vp.mcore.settled import process
 
 _READ = torch.ops.aten._local_scalar_dense.default
 
@@ -141,7 +141,7 @@ def fake_tensors(engine: bool = False) -> Iterator[None]:
         mock.patch.object(torch.nn.Module, "_apply", _in_place),
         # PyTorch gathers objects as bytes, which fake tensors do not have. Return this rank's object for every rank.
         mock.patch.object(torch.distributed, "all_gather_object", _own_everywhere),
-        replaying(meter=live, counts_engine=engine),
+        mock.patch.multiple(process, meter=live, counts_engine=engine),
         FakeTensorMode(allow_non_fake_inputs=True),
         live,
     ):

@@ -19,7 +19,7 @@ from megatron.core import parallel_state
 
 from megatron_vp.files import write_report
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.settled import SettledJob, replay
+from megatron_vp.mcore.settled import SettledJob, process
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.launcher_store import PATIENCE_SECONDS, Notes
 from megatron_vp.runtime.recorder import Recorder
@@ -94,7 +94,7 @@ class RankReport:
         }
         if self._most:
             memory |= {"allocated": self._now, "peak": self._most}
-        if replay().meter is None and pipeline_device().type == "cuda":
+        if process.meter is None and pipeline_device().type == "cuda":
             free, total = torch.cuda.mem_get_info()
             # What PyTorch's allocator reserved at most, and what the CUDA context, kernels, library workspaces,
             # communicators and other processes use now.
@@ -107,7 +107,7 @@ def _allocated(restart: bool = False) -> tuple[int, int]:
     """Bytes that are allocated now, and the most at one time since the last `restart`; zeros on a CPU, unless the run
     is a replay with --shapes-only.
     """
-    counted = replay().meter
+    counted = process.meter
     if counted is None and pipeline_device().type != "cuda":
         return 0, 0
     if restart:

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 
 from megatron_vp.errors import at_last, printable, say
-from megatron_vp.mcore.settled import replay
+from megatron_vp.mcore.settled import process
 
 _refusals = itertools.count()
 
@@ -40,7 +40,7 @@ def refuse_together(reason: str, seconds: float) -> None:
 
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if ranks == 1 or replay().job is not None:  # A replay has no peers.
+        if ranks == 1 or process.replayed is not None:  # A replay has no peers.
             reasons = {reason: ""}
         elif 0 <= rank < ranks:
             store, topic = launcher_store(seconds), f"refused/{next(_refusals)}"
