@@ -8,7 +8,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced
-from megatron_vp.cost.planning.offloading import with_chosen_offload, with_given_limit
+from megatron_vp.cost.planning.offloading import with_given_limit
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.virtual_stages import layers_given
@@ -21,8 +21,7 @@ def own_plan(config: JobConfig, job: Job, hardware: Hardware, limit: float | Non
 
     Raises UserError if the configuration contradicts itself or the job, or if nothing fits.
     """
-    plan = with_chosen_offload(config, plan_of(config), job, hardware, limit)
-    return with_given_limit(config, with_shards(config, plan, job, hardware, limit), job, hardware)
+    return with_given_limit(config, with_shards(config, plan_of(config), job, hardware, limit), job, hardware)
 
 
 def with_shards(
