@@ -126,7 +126,7 @@ def _gpus() -> int:
 
 
 def _data(folder: Path) -> tuple[Path, Path]:
-    prepared = prepare(standard_library_texts(), folder, name="stdlib", vocab_size=VOCABULARY, overwrite=True)
+    prepared = prepare(standard_library_texts(), folder, vocab_size=VOCABULARY, overwrite=True)
     return prepared.tokenizer, prepared.dataset
 
 

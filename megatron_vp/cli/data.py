@@ -31,9 +31,6 @@ def data(
     tokenizer: Annotated[
         Path | None, typer.Option("--tokenizer", help="Use the tokenizer in this folder instead of training one.")
     ] = None,
-    name: Annotated[
-        str, typer.Option("--name", help="Prefix of the results: NAME_text_document and NAME_tokenizer.")
-    ] = "corpus",
     json_key: Annotated[
         str, typer.Option("--json-key", help="Key that holds the text in each JSON object of .jsonl files.")
     ] = "text",
@@ -41,7 +38,7 @@ def data(
         bool, typer.Option("--split-lines", help="Make every line of a text file a separate document.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace existing results that have the same --name.")
+        bool, typer.Option("--overwrite", help="Replace existing results in the output folder.")
     ] = False,
 ) -> None:
     """Turn text into a tokenizer and a dataset for Megatron.
@@ -53,7 +50,7 @@ def data(
     from megatron_vp.mcore.storage.dataset import MEGATRONS_SPLIT, prepare
 
     texts = TextFiles.find(inputs, json_key, split_lines)
-    prepared = prepare(texts, output, name=name, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite)
+    prepared = prepare(texts, output, vocab_size=vocab_size, tokenizer=tokenizer, overwrite=overwrite)
     flags = prepared.flags()
     if "--split" in flags:
         say(

@@ -71,15 +71,14 @@ def prepare(
     documents: Documents,
     output: str | os.PathLike[str],
     *,
-    name: str = "corpus",
     vocab_size: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Prepared:
-    """Write documents to `NAME_text_document.{bin,idx}` in `output`, with an end-of-text token after each document.
+    """Write documents to `corpus_text_document.{bin,idx}` in `output`, with an end-of-text token after each document.
 
     `documents` is a collection (not a generator) of (name, text) pairs. Give either `vocab_size`, to train a tokenizer
-    with exactly this many tokens and save it in `NAME_tokenizer`, or `tokenizer`, the directory of an existing
+    with exactly this many tokens and save it in `corpus_tokenizer`, or `tokenizer`, the directory of an existing
     tokenizer. Files get their final names only when all are complete, and the index file gets its name last. An
     interrupted run therefore leaves no dataset that looks complete. Existing files are replaced only if `overwrite` is
     True. Raises UserError if there is no text, if a tokenizer of this vocabulary size cannot be trained on the text, or
@@ -91,26 +90,21 @@ def prepare(
             "exactly one of --vocab-size and --tokenizer is needed: give --vocab-size to train a tokenizer, or "
             "--tokenizer to use an existing one"
         )
-    if Path(name).name != name or not name.strip("."):
-        raise UserError(
-            f"--name {name!r} is not a plain file name: use a name without slashes, and choose the directory with "
-            f"--output"
-        )
     output = Path(output)
-    prefix = output / f"{name}_text_document"
-    directory = output / f"{name}_tokenizer" if tokenizer is None else Path(tokenizer)
+    prefix = output / "corpus_text_document"
+    directory = output / "corpus_tokenizer" if tokenizer is None else Path(tokenizer)
     index = Path(f"{prefix}.idx")
     written = [directory / file for file in TOKENIZER_FILES if tokenizer is None]
     written += [Path(f"{prefix}.bin"), index]
     taken = [] if overwrite else [path for path in written if os.path.lexists(path)]
     if taken:
         raise UserError(
-            f"{taken[0]} already exists, and a run may be training on it: choose another --name or --output, or "
+            f"{taken[0]} already exists, and a run may be training on it: choose another --output, or "
             f"replace it with --overwrite"
         )
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=output, prefix=f".{name}-") as temporary:
+        with TemporaryDirectory(dir=output, prefix=".corpus-") as temporary:
             folder = Path(temporary)
             if vocab_size is not None:
                 texts = _counted(documents, "training the tokenizer")
@@ -123,7 +117,7 @@ def prepare(
                 (folder / path.name).replace(path)
     except OSError as error:
         raise UserError(
-            f"cannot write to {output}: {error.strerror}; choose another --output or --name, or free some space if the "
+            f"cannot write to {output}: {error.strerror}; choose another --output, or free some space if the "
             "disk is full"
         ) from error
     return Prepared(prefix, directory, model.get_vocab_size(), *counts)
