@@ -60,8 +60,8 @@ DIES = {
 }
 
 DRAWN = ("datasets by split", "a weight of 0", "no folder of the tokenizer", "biases of experts")
-IN_OTHER_WORDS = {"a cache that cannot be written", "no package for fault tolerance"}
-"""A check tests whether the folder could be written, and imports the package elsewhere than Megatron does."""
+IN_OTHER_WORDS = {"a cache that cannot be written"}
+"""A check tests whether the folder could be written."""
 
 
 @pytest.fixture(scope="module")

@@ -142,17 +142,16 @@ def _alone(args: argparse.Namespace, rehearsal: _Rehearsal) -> Iterator[None]:
     from megatron.training import ft_integration, training
 
     samples, blend = GPTDataset._build_document_sample_shuffle_indices, BlendedDataset._build_indices
-    with contextlib.ExitStack() as undo:
-        undo.enter_context(mock.patch.dict(os.environ, RANK=str(args.rank), LOCAL_RANK="0"))
-        for owner, name, replacement in (
-            (training, "train", _stop),
-            (training, "evaluate_and_print_results", _stop),
-            (training, "setup_model_and_optimizer", partial(rehearsal.build, training.setup_model_and_optimizer)),
-            (ft_integration, "setup", _without_monitor),
-            (GPTDataset, samples.__name__, partialmethod(_unbuilt_samples, samples)),
-            (BlendedDataset, blend.__name__, partialmethod(_unbuilt_blend, blend)),
-        ):
-            undo.enter_context(mock.patch.object(owner, name, replacement))
+    with (
+        mock.patch.dict(os.environ, RANK=str(args.rank), LOCAL_RANK="0"),
+        mock.patch.multiple(training, train=_stop, evaluate_and_print_results=_stop),
+        mock.patch.object(
+            training, "setup_model_and_optimizer", partial(rehearsal.build, training.setup_model_and_optimizer)
+        ),
+        mock.patch.object(ft_integration, "setup", lambda: None),
+        mock.patch.object(GPTDataset, samples.__name__, partialmethod(_unbuilt_samples, samples)),
+        mock.patch.object(BlendedDataset, blend.__name__, partialmethod(_unbuilt_blend, blend)),
+    ):
         try:
             yield
         finally:
@@ -161,11 +160,6 @@ def _alone(args: argparse.Namespace, rehearsal: _Rehearsal) -> Iterator[None]:
                 torch.distributed.destroy_process_group()
             else:
                 sys.modules["megatron.training.global_vars"].unset_global_variables()
-
-
-def _without_monitor() -> None:
-    if current().args.enable_ft_package:
-        importlib.import_module("nvidia_resiliency_ext.fault_tolerance")
 
 
 def _stop(*_: Any, **__: Any) -> None:
