@@ -28,20 +28,20 @@ class _ToldToEnd(Exception):
 def refuse_together(reason: str, seconds: float) -> None:
     """Print why the job is refused, in one line and on only one rank.
 
-    The line names the ranks that gave each reason, unless all ranks gave the same reason. Returns when this rank or
-    another rank has printed the line. Each wait for other ranks ends after `seconds`, because ranks without a reason to
-    refuse do not call this function.
+    The line gives the reason of the first rank that refuses, and names the ranks that gave it, unless all ranks did.
+    Returns when this rank or another rank has printed the line. Each wait for other ranks ends after `seconds`, because
+    ranks without a reason to refuse do not call this function.
     """
     at_last(lambda: None)  # Flush this rank's output, which must precede the line.
     who, printed = os.environ.get("RANK"), None
-    reasons = {reason: "" if who is None else f"rank {printable(who, 20)}"}
+    named = "" if who is None else f"rank {printable(who, 20)}: "
     with suppress(Exception):  # The store may be unreachable, for example because its address is wrong.
         from megatron_vp.runtime.launcher_store import Notes, counted, launcher_store
 
         _listen()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if ranks == 1 or process.replayed is not None:  # A replay has no peers.
-            reasons = {reason: ""}
+            named = ""
         elif 0 <= rank < ranks:
             store, topic = launcher_store(seconds), f"refused/{next(_refusals)}"
             given, printed = Notes(f"{topic}/given", store), Notes(f"{topic}/printed", store)
@@ -51,12 +51,13 @@ def refuse_together(reason: str, seconds: float) -> None:
                 with suppress(Exception):  # The rank that prints may serve the store, and has printed if it is gone.
                     printed.read([0], seconds)
                 return
-            groups: dict[str, list[int]] = {}
-            for each, told in known.items():
-                groups.setdefault(told, []).append(each)
-            alike = len(groups) == 1 and len(known) == ranks
-            reasons = {told: "" if alike else counted(whose) for told, whose in groups.items()}
-    _print(reasons)
+            alike = [each for each, told in known.items() if told == reason]
+            named = "" if len(alike) == ranks else f"{counted(alike)}: "
+    line = f"{named}error: {reason}"
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM must not end this process before it prints the line.
+    at_last(lambda: say(line))
+    _tell_torchrun(line)
     if printed is not None:
         with suppress(Exception):
             printed.leave(0)
@@ -70,18 +71,6 @@ def _listen() -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, told)
-
-
-def _print(reasons: dict[str, str]) -> None:
-    """Print one line with each reason and the ranks that gave it, which are "" for all ranks."""
-    parts = [f"{who}: {reason}" if who else reason for reason, who in reasons.items()]
-    line = f"error: {'; '.join(parts)}"
-    if len(reasons) == 1 and (who := "".join(reasons.values())):
-        line = f"{who}: error: {''.join(reasons)}"
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SIGTERM must not end this process before it prints the line.
-    at_last(lambda: say(line))
-    _tell_torchrun(line)
 
 
 def _tell_torchrun(line: str) -> None:
