@@ -48,7 +48,10 @@ def check_checkpoint(args: Arguments) -> str | None:
     except (Exception, SystemExit, CheckpointException) as error:  # Not all of them derive from Exception.
         fault = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
         said = printable(str(fault)) or "it contains no number of an iteration"
-        raise UserError(f"cannot read {folder}: {said}; {_others(folder)}") from error
+        raise UserError(
+            f"cannot read {folder}: {said}; load another iteration with --ckpt-step, or leave {option} out to start "
+            "from scratch"
+        ) from error
     if folder is not None:
         if common:
             _check(args, common, folder, finetunes or folder.name == "release")
@@ -106,11 +109,3 @@ def _check(args: Arguments, common: dict[str, Any], folder: Path, finetunes: boo
         )
     if written_by is not None and not (finetunes or args.no_load_optim or args.skip_train):
         check_optimizer(args, written_by, common, folder)
-
-
-def _others(folder: Path) -> str:
-    """Advise what to do about an unusable checkpoint, and name the newest other one that was saved completely."""
-    found = [each.parent.name.removeprefix("iter_") for each in folder.parent.glob("iter_*/metadata.json")]
-    steps = sorted(int(step) for step in found if step.isdecimal() and step != folder.name.removeprefix("iter_"))
-    instead = f"load another checkpoint (--ckpt-step {steps[-1]})" if steps else "correct --load"
-    return f"{instead}, or leave --load out to start from scratch"
