@@ -100,23 +100,19 @@ def present_version() -> str:
 def installed_version() -> str:
     """Return the version of megatron-core that Python imports. Raises UserError if it is missing or not supported."""
     version = present_version()
-    require_supported(version, f" in {importlib.import_module('megatron.core').__path__[0]}")
-    return version
-
-
-def require_supported(version: str, place: str = "") -> None:
-    """Raise UserError for a release of megatron-core outside SUPPORTED_SERIES."""
-    if _series(version) not in SUPPORTED_SERIES:
+    if present_series() not in SUPPORTED_SERIES:
         raise UserError(
-            f"megatron-core {version}{place} is not supported: the patches are made for "
-            f"{' and '.join(f'{series}.x' for series in SUPPORTED_SERIES)} (tested with {', '.join(TESTED_VERSIONS)}); "
-            f"to install a supported release without changing other packages, run `{INSTALL}`"
+            f"megatron-core {version} in {importlib.import_module('megatron.core').__path__[0]} is not supported: the "
+            f"patches are made for {' and '.join(f'{series}.x' for series in SUPPORTED_SERIES)} (tested with "
+            f"{', '.join(TESTED_VERSIONS)}); to install a supported release without changing other packages, run "
+            f"`{INSTALL}`"
         )
+    return version
 
 
 def present_series() -> str:
     """Return the release series (such as `0.19`) of the megatron-core that Python imports, supported or not."""
-    return _series(present_version())
+    return ".".join(present_version().split(".")[:2])
 
 
 def lock_file() -> Path:
@@ -201,10 +197,6 @@ def undo(patches: Iterable[Patch]) -> None:
 def in_force() -> tuple[Patch, ...]:
     """Return the patches that are currently applied, in the order in which they were applied."""
     return tuple(entry.patch for entry in _applied.values())
-
-
-def _series(version: str) -> str:
-    return ".".join(version.split(".")[:2])
 
 
 def _locate(target: str) -> tuple[Any, str]:
