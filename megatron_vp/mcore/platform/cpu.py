@@ -35,14 +35,8 @@ class _Done:
 
     synchronize = wait_stream = wait_event = record = wait = _nothing
 
-    def query(self) -> bool:
-        return True
-
     def record_event(self, event: _Done | None = None) -> _Done:
         return event or _Done()
-
-    def elapsed_time(self, _end: _Done) -> float:
-        return 0.0
 
 
 def _view(module: ModuleType, **own: Any) -> ModuleType:
@@ -64,8 +58,8 @@ def _cuda(original: ModuleType) -> ModuleType:
         default_stream=lambda device=None: _Done(),
         stream=nullcontext,
         manual_seed=_GENERATOR.manual_seed,
-        get_rng_state=lambda device="cuda": _GENERATOR.get_state(),
-        set_rng_state=lambda new_state, device="cuda": _GENERATOR.set_state(new_state),
+        get_rng_state=_get_rng_state,
+        set_rng_state=_set_rng_state,
     )
 
 
