@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.mcore.storage.dataset import padded_vocabulary, prepare
-from tests.harness import run_ranks, run_ranks_to_their_end, train
+from tests.harness import run_ranks_to_their_end, train
 from tests.mcore.faults import errors, few_steps, train_with_fault
-from tests.mcore.test_launch import start
 
 TEXT = "one two three four five six seven eight nine ten eleven twelve "
 
@@ -34,13 +33,6 @@ def _on(dataset, tokenizer, **changes):
     model = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer} if tokenizer else {}
     options = {"mock_data": None, "vocab_size": None, "data_path": dataset, "split": "1,0,0", **model, **changes}
     return few_steps(data_cache_path=Path(dataset).parent / "cache", **options)
-
-
-def test_a_vocabulary_that_does_not_fit_is_refused_in_one_line(prepared, copy):
-    (status, text), last = run_ranks(2, start, _on(copy, prepared.tokenizer, padded_vocab_size=256), {})
-    assert status == 2 and text.startswith("error: ") and text.count("\n") == 1
-    assert "--padded-vocab-size 256 is smaller than the tokenizer's vocabulary of 264" in text
-    assert last == (2, "")
 
 
 def test_a_part_without_tokens_does_not_hang(prepared, copy):

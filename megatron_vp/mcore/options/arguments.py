@@ -27,7 +27,6 @@ from megatron_vp.mcore import patch_table
 from megatron_vp.mcore.options.settle import settled_from_flags
 from megatron_vp.mcore.platform.flags import platform_arguments, switch_off_what_needs_a_gpu, uses_cpu
 from megatron_vp.mcore.settled import Words, process
-from megatron_vp.mcore.storage import dataset
 from megatron_vp.schedule import FAMILIES
 
 
@@ -136,11 +135,10 @@ def write_resolved_configuration(args: argparse.Namespace) -> None:
         write_resolved(args, Path(folder) / RESOLVED_NAME)
 
 
-def _with_room_for_all_tokens(original: Callable[..., None]) -> Callable[..., None]:
+def _noting_the_vocabulary(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def set_padded_vocab_size(args: argparse.Namespace, tokenizer: Any) -> None:
         original(args, tokenizer)
-        dataset.check_room_for_tokens(args.padded_vocab_size, tokenizer.vocab_size)
         if process.job is not None and process.job.args is args:
             process.job = process.job.of(args)
 

@@ -171,15 +171,6 @@ def _not_without_tokens(original: Callable[..., int]) -> Callable[..., int]:
     return _get_num_tokens_per_epoch
 
 
-def check_room_for_tokens(padded: int, tokens: int) -> None:
-    """Raise UserError if `padded`, the padded vocabulary size, is smaller than `tokens`, the tokenizer's vocabulary."""
-    if padded < tokens:
-        raise UserError(
-            f"--padded-vocab-size {padded} is smaller than the tokenizer's vocabulary of {tokens}: use at least "
-            f"{tokens}, or leave the option out"
-        )
-
-
 def padded_vocabulary(args: Arguments) -> int | None:
     """Return the padded vocabulary size that Megatron will use for this job. If the tokenizer cannot be read here, for
     example because this machine is only used to plan the job, the size follows from --vocab-size. Returns None if the
