@@ -59,7 +59,7 @@ def check(
     CONFIG and FLAGS are the job's training arguments. The command runs what rank 0 and the last rank run until their
     first iteration: it builds the tokenizer, the loggers, the model and the optimizer on fake tensors, opens the
     datasets, and reads the metadata of the checkpoint to load. It leaves nothing behind. With --ranks-per-node it also
-    checks this machine: its GPUs and its network interface.
+    checks the GPUs of this machine.
 
     On a login node, describe the job's nodes with --nodes.
 
