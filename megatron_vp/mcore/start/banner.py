@@ -36,27 +36,17 @@ def describe_sizes(job: SettledJob, ranks: int, knows_batch: bool = True) -> str
 
 def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[str]:
     """Lines that describe a job on `ranks` ranks, such as its sizes, schedule, vocabulary method and precision."""
-    args, digest = job.arguments, job.settings.digest
+    args, shards, layers = job.arguments, job.shards, layers_given(job.arguments)
+    rows = "equal" if shards.rows is None else ",".join(map(str, shards.rows))
+    left_out = ", ".join(Prediction(job.given, job.words).uncounted)
     lines = (
         describe_sizes(job, ranks, knows_batch),
-        digest and f"--pipeline-schedule {args.pipeline_schedule}, as read at startup (sha256 {digest})",
-        *_partition(job),
+        args.vocab_parallel
+        and f"vocabulary rows by pipeline rank: {rows} ({shards.reason or f'--vocab-shards {args.vocab_shards}'})",
+        layers and f"layers by stage: {','.join(map(str, layers))}",
+        left_out and f"options that predictions and balanced rows do not count: {left_out}",
         describe(job.parts),
         f"flags added for this machine: {' '.join(job.words.platform_flags)}" if job.words.platform_flags else None,
         *(f"warning: {each}" for each in job.warnings),
-    )
-    return [line for line in lines if line]
-
-
-def _partition(job: SettledJob) -> list[str]:
-    """Lines that list the vocabulary rows of pipeline ranks and, if a layout gives them, the layers of stages."""
-    args, shards, layers = job.arguments, job.shards, layers_given(job.arguments)
-    rows = "equal" if shards.rows is None else ",".join(map(str, shards.rows))
-    why = shards.reason or f"--vocab-shards {args.vocab_shards}"
-    left_out = ", ".join(Prediction(job.given, job.words).uncounted)
-    lines = (
-        args.vocab_parallel and f"vocabulary rows by pipeline rank: {rows} ({why})",
-        layers and f"layers by stage: {','.join(map(str, layers))}",
-        left_out and f"options that predictions and balanced rows do not count: {left_out}",
     )
     return [line for line in lines if line]
