@@ -6,6 +6,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 
+def __getattr__(name: str) -> Any:
+    """`token_log_probs`, `TokenRequest` and `TokenOutputs`, whose module imports torch, so it is imported when used."""
+    if name in ("token_log_probs", "TokenRequest", "TokenOutputs"):
+        module: Any = importlib.import_module("megatron_vp.mcore.training.token_outputs")
+        module.taken = True
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")
+
+
 def enable(**settings: Any) -> Any:
     """Turn on the plug-in in a script or framework that has its own training loop.
 

@@ -20,6 +20,8 @@ class Shapes:
     cp_chunks: with context parallelism, the s positions consist of this many equally long chunks of a longer sequence.
     sp_size, sp_rank: number of ranks over which sequence parallelism splits activations along s, and this rank's
         position among these ranks.
+    values: number of values per token that ranks exchange for the loss function: its token loss and, in some jobs, its
+        entropy.
     random_vocab: 0, or the vocabulary size in a replay of one rank. Buffers for data from peers are then filled with
         finite numbers of ordinary magnitude, because a GPU's clock depends on the values, and NaN or denormal numbers
         are slow on a CPU.
@@ -37,6 +39,7 @@ class Shapes:
     cp_chunks: int = 1
     sp_size: int = 1
     sp_rank: int = 0
+    values: int = 1
     random_vocab: int = 0
 
     @property
@@ -117,8 +120,10 @@ class Shapes:
         return self._buffer(count, self.hidden)
 
     def token_loss_grads(self) -> torch.Tensor:
-        """Allocate a buffer for g, the gradient with respect to the token losses, fp32 [outputs]."""
-        return self._buffer(self.outputs, dtype=torch.float32)
+        """Allocate a buffer for g, the gradient with respect to the token losses, fp32 [outputs]; [2, outputs] with the
+        gradient with respect to entropies.
+        """
+        return self._buffer(*self._rows(), self.outputs, dtype=torch.float32)
 
     def token_ids(self) -> torch.Tensor:
         """Allocate an int64 buffer [b, e] for the ids of the s positions and of the positions that follow them. The
@@ -129,5 +134,8 @@ class Shapes:
         return self._buffer(self.batch, self.sequence + self.cp_chunks * self.mtp_depth, dtype=torch.int64)
 
     def token_values(self) -> torch.Tensor:
-        """Allocate an fp32 buffer [b, s] for per-token losses or gradients."""
-        return self._buffer(self.batch, self.sequence, dtype=torch.float32)
+        """Allocate an fp32 buffer [b, s] for per-token losses or gradients; [2, b, s] with entropies."""
+        return self._buffer(*self._rows(), self.batch, self.sequence, dtype=torch.float32)
+
+    def _rows(self) -> tuple[int, ...]:
+        return () if self.values == 1 else (self.values,)

@@ -206,7 +206,7 @@ class VocabularyCollectives:
         return reduce, [(Slot.OUTPUT_GRAD, gradient_nh, 1)]
 
     def _loss_grad(self, microbatch: int, root: int) -> Parts:
-        """Broadcast g, one number per token, from the rank that runs the loss function to all members."""
+        """Broadcast g, one or two numbers per token, from the rank that runs the loss function to all members."""
         if self._runs_loss:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
@@ -263,10 +263,12 @@ class VocabularyCollectives:
         return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None
 
     def _no_statistics(self) -> torch.Tensor:
-        """The statistics of an empty shard, [3, outputs]."""
+        """The statistics of an empty shard, [3 or 4, outputs]."""
         shapes = self._shapes
         dtype = statistics_dtype(shapes.dtype)
-        statistics_3n = torch.zeros(3, shapes.outputs, dtype=dtype, device=shapes.device)
+        statistics_3n = torch.zeros(
+            self._layer_shards.loss.statistics, shapes.outputs, dtype=dtype, device=shapes.device
+        )
         statistics_3n[MAX].fill_(-torch.inf)
         return statistics_3n
 

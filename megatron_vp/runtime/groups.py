@@ -89,7 +89,8 @@ class PipelineGroups:
     `members` are the global ranks in pipeline order, and `rank` is this process's position among them. `tensor_rank` is
     the position of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` connects the pipeline
     ranks listed in `vocab_members`, and is None on all other ranks. `tensor` connects the ranks of a stage, and is None
-    if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline.
+    if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline, and `host` the processes of all
+    ranks of the replica, without their devices.
     """
 
     members: tuple[int, ...]
@@ -101,6 +102,7 @@ class PipelineGroups:
     edges: dict[Edge, dist.ProcessGroup]
     vocab_members: tuple[int, ...]
     pipeline: dist.ProcessGroup
+    host: Any = None
 
     @property
     def alone(self) -> bool:
@@ -139,6 +141,8 @@ class PipelineGroups:
 
         for replica in replicas:
             stages = list(batched(replica, tensor_size))
+            # A group of gloo connects its members at once.
+            host: Any = dist.new_group(list(replica), timeout, backend="gloo" if dist.get_backend() == "nccl" else None)
             tensor = [group(stage) if tensor_size > 1 else None for stage in stages]
             for tensor_rank, members in enumerate(zip(*stages, strict=True)):
                 pipeline = vocabulary = group(members)
@@ -149,7 +153,7 @@ class PipelineGroups:
                     rank = members.index(dist.get_rank())
                     own = {edge: each for edge, each in groups.items() if rank in edge[:2]}
                     part = Communicator(vocabulary, members) if rank in joined else None
-                    mine = cls(members, rank, tensor_size, tensor_rank, part, tensor[rank], own, joined, pipeline)
+                    mine = cls(members, rank, tensor_size, tensor_rank, part, tensor[rank], own, joined, pipeline, host)
         assert mine is not None, f"rank {dist.get_rank()} belongs to none of the model replicas"
         return mine
 

@@ -43,6 +43,8 @@ Last Error:` (newer backend).
 
 FINISHING = "waited for its last messages to be received"
 """Recorded after a program's last instruction, when this rank's last messages may still be in transit."""
+AGREEING = "waited for what the other ranks' forward_step asks for"
+"""Recorded before a program's first instruction, while the ranks compare what their loop requests."""
 _HOSTS_OWN = (Load, Run, Loss)
 """Instructions in which the host itself may stall, whatever its device is doing."""
 
@@ -70,14 +72,14 @@ class Progress:
         self._finished = finished
 
     @contextmanager
-    def schedule(self) -> Iterator[None]:
-        """Wrap one iteration. A lost connection raises PeerLost. Other errors, except UserError, get a note that says
-        what this rank was doing.
+    def schedule(self, *, begins: bool = True) -> Iterator[None]:
+        """Wrap one iteration or, without `begins`, what comes before it. A lost connection raises PeerLost. Other
+        errors, except UserError, get a note that says what this rank was doing.
         """
-        self.iteration += 1
+        self.iteration += begins
         try:
             yield
-            if self._finished is not None:
+            if begins and self._finished is not None:
                 self._finished.add()
         except UserError:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from megatron_vp.runtime.iteration import Handler, Iteration, LayerShards
 from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.store import Slot
 from megatron_vp.schedule.passes import PassKind, VocabMethod
-from megatron_vp.vocab.loss import CROSS_ENTROPY
 
 
 class ShardedVocabPasses(ChunkPasses):
@@ -26,7 +26,8 @@ class ShardedVocabPasses(ChunkPasses):
         self._output: Any = layer_shards.output
         self._method = iteration.schedule.vocab
         # Evaluation reports the plain cross entropy, without smoothing or z-loss.
-        self._token_loss = layer_shards.loss if self._gradients else CROSS_ENTROPY
+        loss = layer_shards.loss
+        self._token_loss = loss if self._gradients else replace(loss, label_smoothing=0.0, z_loss=0.0)
 
     @property
     def handlers(self) -> dict[PassKind, Handler]:
@@ -79,21 +80,33 @@ class ShardedVocabPasses(ChunkPasses):
         self._store.put(Slot.LAST_OUTPUT, microbatch, output.view(-1, self._shapes.hidden))
 
     def _last_gradient(self, microbatch: int) -> torch.Tensor:
-        """Multiply dX / g, which has been summed over all ranks, by g. Return dX [s / sp_size, b, h]."""
+        """Multiply dX / g, which has been summed over all ranks, by g. Return dX [s / sp_size, b, h]. With the gradient
+        of entropies, T has already computed dX itself.
+        """
         unweighted_nh = self._store.take(Slot.OUTPUT_GRAD, microbatch)
-        token_loss_grad_n = self._store.take(Slot.LOSS_GRAD, microbatch)[self._shapes.own_outputs]
-        weighted_nh = unweighted_nh * token_loss_grad_n[:, None]
+        token_loss_grad_n = self._store.take(Slot.LOSS_GRAD, microbatch)
+        if self._token_loss.entropy_gradient:
+            return unweighted_nh.view(-1, self._shapes.batch, self._shapes.hidden)
+        weighted_nh = unweighted_nh * token_loss_grad_n[self._shapes.own_outputs, None]
         return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
 
     def loss(self, microbatch: int) -> None:
-        """Run the user's loss function on token losses computed from the global statistics."""
-        statistics, shapes = self._store.take(Slot.STATISTICS, microbatch), self._shapes
-        token_loss_ks = shapes.by_sequence(statistics.token_loss(self._token_loss))
-        token_loss_grad_ks = self._model.loss(
-            microbatch, token_loss_ks, shapes.by_sequence(statistics.target_is_argmax_n)
+        """Run the user's loss function on token losses, and entropies if requested, computed from the global
+        statistics.
+        """
+        statistics, shapes, loss = self._store.take(Slot.STATISTICS, microbatch), self._shapes, self._token_loss
+        values_ks = shapes.by_sequence(statistics.token_loss(loss))
+        if loss.entropy:
+            values_ks = torch.stack([values_ks, shapes.by_sequence(statistics.entropy_n)])
+        gradient_ks = self._model.loss(microbatch, values_ks, shapes.by_sequence(statistics.target_is_argmax_n))
+        if gradient_ks is None:
+            return
+        # The passes compute with logits that are divided by the temperature.
+        gradient_ks = gradient_ks.float() / loss.temperature
+        rows = (
+            [shapes.by_output(each_ks) for each_ks in gradient_ks] if loss.entropy else [shapes.by_output(gradient_ks)]
         )
-        if token_loss_grad_ks is not None:
-            self._store.put(Slot.OWN_LOSS_GRAD, microbatch, shapes.by_output(token_loss_grad_ks.float()))
+        self._store.put(Slot.OWN_LOSS_GRAD, microbatch, torch.stack(rows) if loss.entropy_gradient else rows[0])
 
     def _embed(self, microbatch: int, chunk: int) -> None:
         exchange = self._store.take(Slot.ROW_EXCHANGE, microbatch)
@@ -103,6 +116,8 @@ class ShardedVocabPasses(ChunkPasses):
         output = self._output
         x_nh, labels_n = self._store.take(Slot.X, microbatch), self._store.take(Slot.TARGETS, microbatch)
         pending = output(x_nh, labels_n, self._token_loss)
+        if not self._gradients:
+            pending.exp_nv = pending.x_nh = x_nh.new_empty(0)  # C1 needs only the statistics.
         self._store.put(Slot.PENDING_OUTPUT, microbatch, pending, uses=1 + self._gradients)
         if self._gradients and self._method is VocabMethod.VOCAB_2:
             self._store.put(Slot.UNSCALED_GRAD, microbatch, output.unscaled_input_gradient(pending))

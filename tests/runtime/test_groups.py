@@ -61,7 +61,9 @@ def test_nccl_may_take_few_thread_blocks_on_streams_of_high_priority(monkeypatch
     """None of normal priority, which PyTorch deals out to Megatron's groups, too: an exchange has its group's."""
     made = []
 
-    def new_group(ranks, timeout, pg_options):
+    def new_group(ranks, timeout, pg_options=None, backend="nccl"):
+        if backend == "gloo":
+            return mock.Mock()
         made.append((tuple(ranks), pg_options.is_high_priority_stream, pg_options.config.max_ctas))
         assert pg_options._timeout == timeout
         assert getattr(pg_options, "lazy_init", True)
@@ -94,6 +96,8 @@ def splits_of_the_world(rank: int, world: int, size: int, lazy: bool) -> tuple[i
     own, source, helper = [], mock.Mock(), distributed_c10d._new_process_group_helper
 
     def made(group_size, group_rank, ranks, *others, backend_options=None, **named):
+        if backend_options is None:  # The processes' own group, of gloo, splits nothing.
+            return mock.Mock(), None
         if 0 in ranks:
             own.append(tuple(ranks))
             return mock.Mock(), None

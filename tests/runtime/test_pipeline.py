@@ -9,9 +9,11 @@ import torch
 
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.collectives import VocabularyCollectives
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.links import CONTENT
 from megatron_vp.schedule.transfers import Channel
 from megatron_vp.vocab.operations import operations_for
+from megatron_vp.vocab.shards import VocabShards
 from tests.harness.ranks import run_ranks
 from tests.runtime import toy
 from tests.runtime.toy import reference, run_pipeline
@@ -113,6 +115,7 @@ def test_frozen_layers_have_no_gradients_and_all_others_those_of_one_process(row
 def test_a_member_without_rows_adds_nothing_to_the_statistics():
     collectives = object.__new__(VocabularyCollectives)
     collectives._shapes = Shapes(5, 2, 6, torch.float32, torch.device("cpu"))
+    collectives._layer_shards = LayerShards(VocabShards(9, 3), None, None)
     nothing = collectives._no_statistics()
     # Beside logits as far below zero as these, a maximum of 0 would leave no digit of the sum.
     own = torch.tensor([-500.0, 3.0, -501.0])[:, None].expand_as(nothing).contiguous()

@@ -15,13 +15,9 @@ import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.training.suspended import WAITS, Suspended
+from megatron_vp.mcore.training.token_outputs import request_in
 from megatron_vp.runtime.buffers import Shapes
-
-_ELSEWHERE = {
-    "decoder_input": "embeddings computed outside the model",
-    "output_processor": "an output processor",
-}
-"""Unsupported arguments of the model, each with a description for the error message."""
 
 
 class Placeholder(torch.Tensor):
@@ -31,7 +27,8 @@ class Placeholder(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise UserError(
             "this forward_step computes with the model's output, which the schedule has not computed yet: move that "
-            "computation to the loss function, which receives the token losses"
+            "computation to the loss function, which receives the token losses, or let the model return "
+            "log-probabilities: pass it output_processor=megatron_vp.token_log_probs"
         )
 
     __torch_dispatch__ = __torch_function__
@@ -43,14 +40,19 @@ class Probe:
     those of the chunk itself are False if its vocabulary layers are split.
     """
 
+    suspended: Suspended | None = None
+    """The call of `forward_step`, if a call of the model with an output processor is to wait for its output."""
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self.output = torch.Tensor._make_wrapper_subclass(Placeholder, ())
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record the call."""
         self.calls.append((args, kwargs))
+        if self.suspended is not None and kwargs.get("output_processor") is not None:
+            return self.suspended.wait_for_output()
         return self.output
 
     def __getattr__(self, name: str) -> Any:
@@ -67,10 +69,16 @@ class Capture:
     """The model's arguments and the loss function that `forward_step` provided for one microbatch on this rank.
 
     bound: the arguments of the chunk's `forward`.
+    suspended: the call of `forward_step`, if it waits for the model's output; `loss_func` is None.
     """
 
-    def __init__(self, bound: inspect.BoundArguments, loss_func: Callable[..., Any]) -> None:
-        self._bound, self.loss_func = bound, loss_func
+    def __init__(self, bound: inspect.BoundArguments, loss_func: Any, suspended: Suspended | None = None) -> None:
+        self._bound, self.loss_func, self.suspended = bound, loss_func, suspended
+        self.request = request_in(self.argument("output_processor"), self.argument("output_processor_context"))
+
+    def finish(self, output: Any) -> tuple[Any, Callable[..., Any]]:
+        """Return what `forward_step` returns when the model returns `output`."""
+        return (output, self.loss_func) if self.suspended is None else self.suspended.resume(output)
 
     def argument(self, name: str) -> Any:
         """Return the argument `name` that was passed to the model; None if it was omitted."""
@@ -86,15 +94,30 @@ class Capture:
         return model(*call.args[1:], **call.kwargs, **options)
 
 
-def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module) -> Capture:
+def capture(
+    forward_step: Callable[..., Any], data_iterator: Any, model: torch.nn.Module, *, suspends: bool = False
+) -> Capture:
     """Run the user's `forward_step` with a probe in place of the model.
+
+    suspends: whether `forward_step` waits for the model's output, if it calls the model with an output processor.
 
     Raises UserError if the data iterator is exhausted, if `forward_step` does not call the model exactly once and
     return its output unchanged, or if it passes the model an argument that our passes do not support.
     """
     probe = Probe(model)
+    if not suspends:
+        return _captured(lambda: forward_step(data_iterator, probe), data_iterator, model, probe)
+    probe.suspended = Suspended(lambda: forward_step(data_iterator, probe))
     try:
-        output, loss_func = forward_step(data_iterator, probe)
+        return _captured(probe.suspended.start, data_iterator, model, probe)
+    except BaseException:
+        probe.suspended.abandon()
+        raise
+
+
+def _captured(step: Callable[[], Any], data_iterator: Any, model: torch.nn.Module, probe: Probe) -> Capture:
+    try:
+        returned = step()
     except StopIteration as end:
         raise UserError(
             "forward_step ran out of data in the middle of an iteration: provide more data, lower "
@@ -113,6 +136,8 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
             f"this forward_step called the model {len(probe.calls)} times, but the schedule runs one call per "
             "microbatch: call the model exactly once, or leave --vocab-parallel and --pipeline-schedule out"
         )
+    suspended = probe.suspended if returned is WAITS else None
+    output, loss_func = (probe.output, None) if suspended else returned
     if output is not probe.output:
         raise UserError(
             "this forward_step does not return the model's output unchanged: return the output itself, and move any "
@@ -123,18 +148,18 @@ def capture(forward_step: Callable[..., Any], data_iterator: Any, model: torch.n
     args, kwargs = probe.calls.pop()
     core = unwrap_model(model)
     try:
-        captured = Capture(inspect.signature(type(core).forward).bind_partial(None, *args, **kwargs), loss_func)
+        bound = inspect.signature(type(core).forward).bind_partial(None, *args, **kwargs)
     except TypeError as error:
         raise UserError(
             f"this forward_step does not call the model as Megatron defines it ({error}): leave out the arguments that "
             f"{type(core).__name__}.forward does not have, or leave --vocab-parallel and --pipeline-schedule out"
         ) from None
-    for name, what in _ELSEWHERE.items():
-        if captured.argument(name) is not None:
-            raise UserError(
-                f"this forward_step calls the model with {name} ({what}), which is not supported: leave {name} out, or "
-                f"leave --vocab-parallel and --pipeline-schedule out"
-            )
+    captured = Capture(bound, loss_func, suspended)
+    if captured.argument("decoder_input") is not None:
+        raise UserError(
+            "this forward_step calls the model with decoder_input (embeddings computed outside the model), which is "
+            "not supported: leave decoder_input out, or leave --vocab-parallel and --pipeline-schedule out"
+        )
     return captured
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer import cuda_graphs
@@ -20,13 +22,15 @@ from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.runtime.buffers import Shapes
-from megatron_vp.runtime.groups import pipeline_device
-from megatron_vp.runtime.iteration import unobserved
-from megatron_vp.schedule.instructions import Program
+from megatron_vp.runtime.groups import from_all, pipeline_device
+from megatron_vp.runtime.iteration import LayerShards, unobserved
+from megatron_vp.runtime.progress import AGREEING
+from megatron_vp.schedule.instructions import Load, Program
 from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.passes import PassKind, Schedule
+from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.request import ScheduleRequest
+from megatron_vp.vocab.loss import TokenLoss
 
 
 @deferred_checks()
@@ -84,7 +88,14 @@ def forward_backward(
     # Options such as --rank-report time the passes and the communication of training iterations.
     watched = watch(built.job, pipeline.groups.pipeline) if gradients else None
     observer = watched.recorder.span if watched else unobserved
-    in_flight = pipeline.run(schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer)
+    try:
+        with pipeline.progress.schedule(begins=False):
+            shards, shapes = _settled(built, megatron, schedule, shards, shapes)
+        in_flight = pipeline.run(
+            schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer
+        )
+    finally:
+        megatron.abandon()
     if watched:
         watched.finish(chunks, schedule, in_flight)
     megatron.finish()
@@ -125,6 +136,55 @@ def _model(chunks: list[torch.nn.Module], gradients: bool) -> RankModel:
             f"builder, a model_provider or GPTModel, or {_LEAVE_OUT}"
         )
     return built
+
+
+def _settled(
+    built: RankModel, megatron: MegatronModel, schedule: Schedule, shards: LayerShards | None, shapes: Shapes
+) -> tuple[LayerShards | None, Shapes]:
+    """Agree with the other ranks on what `forward_step` asks for in this iteration, and on the passes' data for it.
+    Raises UserError, on all ranks, if ranks ask for different things, or for something that is not supported.
+    """
+    progress, groups, args = built.pipeline.progress, built.pipeline.groups, built.job.arguments
+    progress.at(Load(0))
+    own, failure = None, ""
+    try:
+        own = megatron.asks_for()
+    except UserError as error:
+        failure = str(error)
+    progress.at(AGREEING)
+    every, ranks = [(own, failure)], [dist.get_rank()]
+    if not groups.alone:
+        every, ranks = from_all((own, failure), groups.host), dist.get_process_group_ranks(groups.host)
+    if failure:
+        raise UserError(failure)
+    for rank, (_, other) in zip(ranks, every, strict=True):
+        if other:
+            raise UserError(f"rank {rank}: {other}")
+    request, last_stage = every[-1][0], len(every) - groups.tensor_size
+    for index, (rank, (asked, _)) in enumerate(zip(ranks, every, strict=True)):
+        # Scripts may ask on the last ranks of the pipeline alone, where the loss function runs.
+        if asked != request and (asked is not None or index >= last_stage):
+            raise UserError(
+                f"rank {rank} asks for {asked or 'token losses'}, but rank {ranks[-1]}, where the loss function runs, "
+                f"asks for {request or 'token losses'}: pass the model the same output_processor_context on all ranks"
+            )
+    megatron.agree(request)
+    if request is None:
+        return shards, shapes
+    for option in ("mtp_num_layers", "vocab_label_smoothing", "vocab_z_loss"):
+        if getattr(args, option):
+            raise UserError(
+                f"--{option.replace('_', '-')} changes the loss, so it is not supported with "
+                "megatron_vp.token_log_probs: leave it out"
+            )
+    if shards is None:
+        return None, replace(shapes, values=1 + request.entropy)
+    if request.entropy_gradient and schedule.vocab is not VocabMethod.VOCAB_1:
+        raise UserError(
+            f"a loss that depends on the entropy is not supported by {schedule.vocab}, which reduces the input "
+            "gradient before it knows the entropy: use --vocab-parallel-algorithm vocab-1, or entropy_gradient=False"
+        )
+    return replace(shards, loss=TokenLoss(**vars(request))), replace(shapes, values=1 + request.entropy_gradient)
 
 
 def _planned(

@@ -38,12 +38,17 @@ def check_labels(microbatch: int, labels_bs: torch.Tensor, gradient_ks: torch.Te
 
     def judge() -> None:
         if label := int(worst):  # Label 0 is always inside the vocabulary.
-            raise UserError(
-                f"label {label} of microbatch {microbatch} is outside the vocabulary of {vocab_size} tokens: use the "
-                "tokenizer with which the data was encoded, and exclude ignored positions through the loss mask"
-            )
+            raise outside_vocabulary(label, vocab_size, f" of microbatch {microbatch}")
 
     _defer(judge)
+
+
+def outside_vocabulary(label: int, vocab_size: int, where: str = "") -> UserError:
+    """The error for a label that has no logit, although the loss depends on it."""
+    return UserError(
+        f"label {label}{where} is outside the vocabulary of {vocab_size} tokens: use the tokenizer with which the data "
+        "was encoded, and exclude ignored positions through the loss mask"
+    )
 
 
 def _defer(check: Callable[[], None]) -> None:

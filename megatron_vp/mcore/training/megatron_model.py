@@ -15,8 +15,10 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
 from megatron_vp.mcore.model.split_backward import backward_without_weights
+from megatron_vp.mcore.training import token_outputs
 from megatron_vp.mcore.training.capture import Capture, capture, check_packed
 from megatron_vp.mcore.training.loss_check import check_labels
+from megatron_vp.mcore.training.token_outputs import TokenOutputs, TokenRequest, token_log_probs
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.schedule.passes import PassKind, Schedule
 
@@ -53,6 +55,9 @@ class MegatronModel:
         # inside the schedule, as in Megatron's 1F1B.
         self._synchronises_inside = self._config.grad_sync_func is None or (rank == 0 and len(chunks) == 1)
         held = _listed(self._config.no_sync_func if gradients else None, len(chunks))
+        # The request of the whole iteration, once the ranks have agreed on it.
+        self.request: TokenRequest | None = None
+        self._agreed, self._runs_loss = False, rank == len(schedule.ranks) - 1
         self._chunks = [_Chunk(*each) for each in zip(chunks, data_iterators, held, strict=True)]
         self._forward_step, self._schedule, self._shapes = forward_step, schedule, shapes
         self._gradients, self._context_group = gradients, context_group
@@ -65,6 +70,19 @@ class MegatronModel:
         """The reports of the user's loss function, one per microbatch; only on the last pipeline rank."""
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
+
+    def asks_for(self) -> TokenRequest | None:
+        """Read the first microbatch of this rank's last chunk, and return the `TokenRequest` with which its
+        `forward_step` calls the model; None without a request.
+        """
+        return self._capture(self._chunks[-1], 0).request
+
+    def agree(self, request: TokenRequest | None) -> None:
+        """Set the request of all microbatches of the iteration."""
+        self.request, self._agreed = request, True
+        for chunk in self._chunks:
+            for microbatch in chunk.captures:
+                self._check_request(chunk, microbatch)
 
     def load(self, chunk: int, microbatch: int) -> None:
         """Read the data that a chunk with an unsharded vocabulary layer uses, by calling the user's `forward_step`.
@@ -115,8 +133,12 @@ class MegatronModel:
             taken = input_sbh.view_as(input_sbh)
             taken.register_hook(torch.clone)
         part.core.set_input_tensor(taken)
-        labels = {} if labels_bs is None else {"labels": labels_bs}
-        output = captured.run(part.model, self._output_options, **labels)
+        replaced: dict[str, Any] = {} if labels_bs is None else {"labels": labels_bs}
+        if self.request is not None and part.core.post_process:
+            replaced |= {"output_processor": token_log_probs, "output_processor_context": self.request}
+        output = captured.run(part.model, self._output_options, **replaced)
+        if self.request is not None and part.core.post_process:
+            output = output.values()
         part.core.set_input_tensor(None)
         if part.core.post_process:
             # Copy the output, because `release_output` may free its data.
@@ -168,26 +190,42 @@ class MegatronModel:
         schedules. Return g, the gradient with respect to the token losses, fp32 [b, s]; None in evaluation.
 
         `target_is_argmax_bs` marks the targets that have the largest logit; it is None if the vocabulary layers are
-        unsharded. With multi-token prediction, these tensors have the shape [predictions * b, s]. Called only on the
-        last pipeline rank, in microbatch order.
+        unsharded. With multi-token prediction, these tensors have the shape [predictions * b, s]. If entropies are
+        requested, they follow the token losses, [2, b, s], and so do their gradients. Called only on the last pipeline
+        rank, in microbatch order.
         """
         self._start_timer()
         token_loss_bs.requires_grad_(self._gradients)
         part = self._chunks[-1]
         labels_bs = self._token_ids("labels", part, microbatch)
         captured = part.captures.pop(microbatch)
-        next_loss_bs = token_loss_bs
+        next_loss_bs: Any = token_loss_bs
+        if self.request is not None:
+            next_loss_bs = TokenOutputs.of(token_loss_bs, self.request)
         if self._shapes.mtp_depth:
             given = labels_bs, captured.argument("loss_mask"), self._config, self._context_group
             packed = captured.argument("packed_seq_params")
             next_loss_bs = with_further_predictions(token_loss_bs, target_is_argmax_bs, *given, packed)
-        loss, token_count = self._calculate_loss(part, next_loss_bs, captured.loss_func)
+        loss, token_count = self._calculate_loss(part, *captured.finish(next_loss_bs))
         self.tokens_seen += token_count
-        if self._gradients:
+        # A microbatch without a response may have a loss that depends on no log-probability.
+        if self._gradients and (self.request is None or loss.requires_grad):
             scaled = loss if self._config.grad_scale_func is None else self._config.grad_scale_func(loss)
             scaled.backward()
-        check_labels(microbatch, labels_bs, token_loss_bs.grad, part.core.vocab_size)
-        return token_loss_bs.grad
+        gradient = token_loss_bs.grad
+        if self._gradients and gradient is None and self.request is not None:
+            gradient = torch.zeros_like(token_loss_bs)
+        entropies = self.request is not None and self.request.entropy
+        of_losses = gradient[0] if gradient is not None and entropies else gradient
+        check_labels(microbatch, labels_bs, of_losses, part.core.vocab_size)
+        return gradient
+
+    def abandon(self) -> None:
+        """End each `forward_step` that still waits for the model's output, after an exception."""
+        for chunk in self._chunks:
+            for captured in chunk.captures.values():
+                if captured.suspended is not None:
+                    captured.suspended.abandon()
 
     def finish(self) -> None:
         """Start the gradient synchronisations that did not start during the schedule."""
@@ -216,11 +254,22 @@ class MegatronModel:
         `microbatch`. Microbatches are read as late as possible, because their attention masks can take a lot of memory.
         """
         while chunk.captured <= microbatch:
-            captured = capture(self._forward_step, chunk.data_iterator, chunk.model)
-            check_packed(captured, self._shapes, self._context_group.size())
+            suspends = self._runs_loss and chunk is self._chunks[-1] and token_outputs.taken
+            captured = capture(self._forward_step, chunk.data_iterator, chunk.model, suspends=suspends)
             chunk.captures[chunk.captured] = captured
+            check_packed(captured, self._shapes, self._context_group.size())
+            if self._agreed:
+                self._check_request(chunk, chunk.captured)
             chunk.captured += 1
         return chunk.captures[microbatch]
+
+    def _check_request(self, chunk: _Chunk, microbatch: int) -> None:
+        asked = chunk.captures[microbatch].request
+        if asked != self.request and (asked is not None or (self._runs_loss and chunk is self._chunks[-1])):
+            raise UserError(
+                f"forward_step asks for {asked or 'token losses'} in microbatch {microbatch}, but for "
+                f"{self.request or 'token losses'} in microbatch 0: ask for the same in all microbatches of a call"
+            )
 
     def _extended(self, values_bs: torch.Tensor) -> torch.Tensor:
         """Token ids or labels, [b, e], laid out as in `Shapes.token_ids`."""

@@ -1,0 +1,195 @@
+"""Test log-probabilities, entropies and their gradients against plain Megatron's whole logits."""
+
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_vp
+from megatron_vp.errors import UserError
+from megatron_vp.mcore.training.suspended import WAITS, Suspended
+from tests.harness.ranks import run_ranks, run_ranks_to_their_end
+from tests.mcore import own_loop, token_loop
+
+BOUND = 1e-6
+slow = pytest.mark.slow
+
+POLICY = {"temperature": 0.7, "entropy": True}
+BONUS = {"temperature": 0.3, "entropy_gradient": True}
+ALONE = {"temperature": 2.0}
+ONE, TWO = ({"vocab_parallel": True, "vocab_parallel_algorithm": f"vocab-{index}"} for index in (1, 2))
+
+
+@cache
+def _plain(ranks, chunks, tied):
+    requests = (POLICY, BONUS, ALONE)
+    found = run_ranks(ranks, token_loop.train, None, requests, chunks, tied, 1, True)
+    return {str(request): _merged([rank[index] for rank in found]) for index, request in enumerate(requests)}
+
+
+def _merged(ranks, tensor=1):
+    """The gradients of all ranks by name, shards joined, and the reports of both calls."""
+    whole, reports = {}, []
+    for found, *told in ranks:
+        for name, value in found.items():
+            cut = "word_embeddings" in name or "output_layer" in name
+            if cut and name in whole and len(whole[name]) < own_loop.VOCAB:
+                value = np.concatenate([whole[name], value])
+            elif tensor > 1 and name in whole and not cut:
+                continue
+            whole[name] = value
+        reports = [each or own for each, own in zip(told, reports or told, strict=True)]
+    return whole, reports
+
+
+def _compare(settings, requests, ranks, chunks, tied, tensor, inside):
+    ours = run_ranks(ranks, token_loop.train, settings, requests, chunks, tied, tensor, False, inside)
+    for index, request in enumerate(requests):
+        found, told = _merged([rank[index] for rank in ours], tensor)
+        # Without a schedule of its own, an interleaved model has the initial weights of Megatron's.
+        as_megatron = 1 if "pipeline_schedule" in (settings or ()) else chunks
+        expected, reports = _plain(ranks // tensor, as_megatron, tied)[str(request)]
+        if tied and settings:
+            expected = {name: value for name, value in expected.items() if name != "output_layer.weight"}
+        for call, plain in zip(told, reports, strict=True):
+            assert len(call) == len(plain) == own_loop.MICROBATCHES
+            for microbatch, other in zip(call, plain, strict=True):
+                assert abs(microbatch["loss"] - other["loss"]) <= 2 * BOUND * abs(other["loss"])
+                for values, whole in zip(microbatch["values"], other["values"], strict=False):
+                    np.testing.assert_allclose(values, whole, atol=BOUND * max(1, np.abs(whole).max()))
+        assert settings is None or found.keys() == expected.keys()
+        for name, value in found.items():
+            if (
+                value.shape == expected[name].shape
+            ):  # With tensor parallelism, layers are compared only if they are whole.
+                assert np.abs(value - expected[name]).max() <= BOUND * np.abs(expected[name]).max(), name
+
+
+CASES = [
+    # Settings, requests, ranks, chunks, tied, tensor ranks, whether forward_step goes on computing.
+    (TWO, [POLICY, ALONE], 2, 1, False, 1, False),
+    (ONE | {"pipeline_schedule": "v-half"}, [BONUS, POLICY], 2, 2, False, 1, True),
+    (None, [BONUS, POLICY], 2, 1, False, 1, True),
+    ({"pipeline_schedule": "v-half"}, [BONUS], 2, 2, False, 1, True),
+    (TWO | {"pipeline_schedule": "zb-h1", "vocab_shards": "8,32"}, [POLICY], 2, 1, True, 1, True),
+    (ONE, [BONUS], 2, 2, False, 1, False),
+    *(
+        pytest.param(method | {"pipeline_schedule": name}, requests, 4, chunks, tied, 1, inside, marks=slow)
+        for method, requests in ((ONE, [BONUS, POLICY, ALONE]), (TWO, [POLICY, ALONE]))
+        for name, chunks, tied, inside in (
+            ("1f1b", 1, False, True),
+            ("interleaved", 2, True, False),
+            ("v-half", 2, False, True),
+            ("zb-h1", 1, True, True),
+            ("zb-v", 2, False, False),
+        )
+    ),
+    pytest.param(
+        ONE | {"pipeline_schedule": "1f1b", "vocab_shards": "40,0"}, [BONUS], 2, 1, False, 1, False, marks=slow
+    ),
+    pytest.param(None, [BONUS, POLICY], 4, 1, False, 2, False, marks=slow),
+    pytest.param(ONE, [BONUS], 4, 1, False, 2, True, marks=slow),
+]
+
+
+@pytest.mark.parametrize(("settings", "requests_", "ranks", "chunks", "tied", "tensor", "inside"), CASES)
+def test_log_probabilities_entropies_and_gradients_are_those_of_whole_logits(
+    settings, requests_, ranks, chunks, tied, tensor, inside
+):
+    _compare(settings, requests_, ranks, chunks, tied, tensor, inside)
+
+
+def test_requests_that_do_not_fit_are_refused_on_all_ranks_by_name():
+    first, last = run_ranks(2, token_loop.refused, TWO)
+    assert len(first) == len(last) == 6
+    for own, other, said in zip(
+        first,
+        last,
+        [
+            r"rank 0 asks for TokenRequest\(temperature=0.8, .* but rank 1, where the loss function runs, asks for",
+            None,
+            r"rank 0 asks for TokenRequest\(temperature=1.0, .* asks for token losses: pass",
+            "a loss that depends on the entropy is not supported by vocab-2",
+            "forward_step ran out of data",
+            "--vocab-z-loss changes the loss",
+        ],
+        strict=True,
+    ):
+        if said is None:  # The last rank asks, and the others need not.
+            assert own == other == []
+        else:
+            assert re.search(said, own) and re.search(said, other) and "\n" not in own + other
+
+
+def test_an_exception_of_a_suspended_forward_step_keeps_its_traceback_and_leaves_no_thread():
+    ends = run_ranks_to_their_end(2, token_loop.fails_after_the_model, TWO)
+    assert "threads [] in wrong_index" in ends[1][1]
+
+
+class Layer(torch.nn.Linear):
+    """Megatron's output layer on one tensor rank."""
+
+    def forward(self, hidden, weight=None, runtime_gather_output=None):
+        return super().forward(hidden), None
+
+
+def _asked(hidden, labels, layer, request):
+    given = {"hidden_states": hidden, "output_layer": layer, "output_weight": None, "labels": labels}
+    return megatron_vp.token_log_probs(**given, context=request, scale_logits=lambda logits: 0.5 * logits, config=None)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
+def test_the_output_processor_itself(dtype, bound):
+    torch.manual_seed(3)
+    layer, labels = Layer(8, 11, bias=False, dtype=dtype), torch.randint(11, (2, 5))
+    hidden, request = torch.randn(5, 2, 8, dtype=dtype), megatron_vp.TokenRequest(0.7, entropy_gradient=True)
+    found, expected = hidden.clone().requires_grad_(), hidden.double().requires_grad_()
+    outputs = _asked(found, labels, layer, request)
+    weight = layer.weight.detach().double().requires_grad_()
+    log_softmax = torch.log_softmax((expected @ weight.t() * 0.5 / 0.7).transpose(0, 1), -1)
+    log_probs = log_softmax.gather(-1, labels[..., None])[..., 0]
+    entropy, factor = -(log_softmax.exp() * log_softmax).sum(-1), torch.randn(2, 5)
+    for values in (outputs.log_probs, outputs.entropy), (log_probs, entropy):
+        (values[0] * factor + 0.3 * values[1].square()).sum().backward(retain_graph=True)
+    pairs = (outputs.log_probs, log_probs), (outputs.entropy, entropy)
+    for value, reference in (*pairs, (found.grad, expected.grad), (layer.weight.grad, weight.grad)):
+        assert (value.double() - reference).norm() <= bound * reference.norm()
+    with pytest.raises(RuntimeError, match="it can run only once"):
+        outputs.log_probs.sum().backward()
+
+
+def test_what_the_output_processor_refuses():
+    layer, labels = Layer(8, 11, bias=False), torch.full((2, 5), 11)
+    hidden = torch.randn(5, 2, 8)
+    with pytest.raises(UserError, match="needs labels"):
+        _asked(hidden, None, layer, None)
+    with pytest.raises(UserError, match=r"needs a megatron_vp\.TokenRequest"):
+        _asked(hidden, labels, layer, {"temperature": 0.7})
+    with pytest.raises(UserError, match="give a positive number"):
+        megatron_vp.TokenRequest(0.0)
+    log_probs = _asked(hidden, labels, layer, None).log_probs
+    (log_probs * 0).sum().backward()
+    with pytest.raises(UserError, match="label 11 is outside the vocabulary of 11 tokens"):
+        _asked(hidden, labels, layer, None).log_probs.sum().backward()
+
+
+def test_a_suspended_forward_step_has_the_modes_of_its_caller_and_ends_with_it():
+    modes = []
+
+    def step():
+        modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        try:
+            return own.wait_for_output()
+        finally:
+            modes.append("ended")
+
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        own = Suspended(step)
+        assert own.start() is WAITS and own.resume(7) == 7
+    assert modes == [(False, True, torch.bfloat16), "ended"]
+    own = Suspended(step)
+    own.start()
+    own.abandon()
+    assert modes[2:] == [(True, False, torch.bfloat16), "ended"] and not own._thread.is_alive()

@@ -1,0 +1,185 @@
+"""A post-training loop on log-probabilities and entropies, from `token_log_probs` or from plain Megatron's logits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from tests.harness.ranks import process_group
+from tests.mcore import own_loop
+from tests.mcore.own_loop import BATCH, MICROBATCHES, SEQUENCE, VOCAB
+
+SILENT = 2
+"""The microbatch without a response."""
+
+
+def samples():
+    generator = torch.Generator().manual_seed(7)
+    for microbatch in range(MICROBATCHES):
+        text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
+        mask = torch.rand(BATCH, SEQUENCE, generator=generator) < (0 if microbatch == SILENT else 0.7)
+        labels = torch.where(mask | (torch.arange(SEQUENCE) % 3 > 0), text[:, 1:], -100)
+        yield text[:, :-1].contiguous(), labels, mask, torch.randn(BATCH, SEQUENCE, generator=generator)
+
+
+def of_logits(request, labels, logits):
+    """The answer from whole logits."""
+    log_softmax = torch.log_softmax(logits.float() / request.temperature, -1)
+    log_probs = log_softmax.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def surrogate(request, mask, advantages, log_probs, entropy):
+    """A clipped policy gradient, with a bonus for entropy if the request lets the loss depend on it."""
+    ratio = torch.exp(log_probs - log_probs.detach() + 0.3 * advantages.sin())
+    values = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    if request.entropy_gradient:
+        values = values - 0.5 * entropy
+    loss = (values * mask).sum() / mask.sum().clamp(min=1)
+    kept = [torch.where(mask, each, 0).detach().numpy() for each in (log_probs, entropy) if each is not None]
+    return loss, {"values": kept, "loss": float(loss.detach())}
+
+
+def trained(model, mask, result):
+    """Without a response there is nothing to train on. Only plain Megatron needs a loss with a gradient then."""
+    return result if mask.any() or type(model).__name__ != "Probe" else (torch.zeros(()), result[1])
+
+
+def forward_step(request, whole, inside, iterator, model):
+    ids, labels, mask, advantages = next(iterator)
+    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    loss = partial(surrogate, request, mask, advantages)
+    if whole:
+        return model(ids, places, None), lambda logits: loss(*of_logits(request, labels, logits))
+    from megatron_vp import TokenOutputs, token_log_probs
+
+    asked = {"output_processor": token_log_probs, "output_processor_context": request}
+    output = model(ids, places, None, labels=labels, **asked)
+    if inside and isinstance(output, TokenOutputs):
+        result = loss(output.log_probs, output.entropy)
+        return output, lambda _: trained(model, mask, result)
+    return output, lambda given: trained(model, mask, loss(given.log_probs, given.entropy))
+
+
+def call(model, request, whole=False, inside=False, forward_only=False, step=forward_step):
+    chunks = len(model)
+    with torch.set_grad_enabled(not forward_only):
+        return get_forward_backward_func()(
+            forward_step_func=partial(step, request, whole, inside),
+            data_iterator=[samples() for _ in range(chunks)] if chunks > 1 else samples(),
+            model=model if chunks > 1 else model[0],
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=BATCH,
+            forward_only=forward_only,
+        )
+
+
+def started(ranks, settings, chunks, tied, tensor):
+    import megatron_vp
+    from megatron_vp.mcore import patch_table, patches
+
+    if settings is None:
+        patches.apply(patch_table.patches_of("cpu platform"))
+    else:
+        megatron_vp.enable(**settings)
+    return own_loop.start(ranks, chunks, tied, tensor)
+
+
+def train(rank, world, settings, requests, chunks=1, tied=False, tensor=1, whole=False, inside=False):
+    """For every request, a forward-only call and a training call: reports of both, and gradients by global name."""
+    import threading
+
+    from megatron_vp import TokenRequest
+
+    with process_group(rank, world):
+        model, results = started(world // tensor, settings, chunks, tied, tensor), []
+        for asked in requests:
+            request = TokenRequest(**asked)
+            told = call(model, request, whole, inside, forward_only=True)
+            for part in model:
+                part.zero_grad_buffer()
+            reports, found = call(model, request, whole, inside), {}
+            for core in (part.module for part in model):
+                for name, parameter in core.named_parameters():
+                    if name.startswith("decoder.layers."):
+                        index, _, rest = name.removeprefix("decoder.layers.").partition(".")
+                        name = f"{core.decoder.layers[int(index)].layer_number - 1}.{rest}"
+                    found[name] = parameter.main_grad.numpy().copy()
+            results.append((found, told, reports))
+        assert threading.active_count() == 1 or not [t for t in threading.enumerate() if "forward_step" in t.name]
+        return results
+
+
+def refused(rank, world, settings):
+    """What each rank is told where requests do not fit; then a call that fits still runs."""
+    import megatron_vp
+    from megatron_vp import TokenRequest
+    from megatron_vp.errors import UserError
+    from megatron_vp.mcore.model.preparation import MODEL
+
+    megatron_vp.enable(**settings)
+    with process_group(rank, world):
+        model, told = own_loop.start(world), []
+        arguments = getattr(model[0].module, MODEL).job.arguments
+
+        def tell(request, step=forward_step):
+            try:
+                told.append(call(model, request, step=step)[:0])
+            except UserError as error:
+                told.append(str(error))
+
+        tell(TokenRequest(0.7 if rank else 0.8))
+        tell(TokenRequest() if rank else None, one_asks)
+        tell(None if rank else TokenRequest(), one_asks)
+        tell(TokenRequest(entropy_gradient=True))
+        tell(None, missing_data if rank else forward_step)
+        object.__setattr__(arguments, "vocab_z_loss", 0.1)
+        tell(TokenRequest())
+        return told
+
+
+def one_asks(request, whole, inside, iterator, model):
+    if request is not None:
+        return forward_step(request, whole, inside, iterator, model)
+    ids, labels, mask, _ = next(iterator)
+    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    losses = model(ids, places, None, labels=labels.clamp(min=0))
+    return losses, lambda given: ((given * mask).mean(), {})
+
+
+def missing_data(request, whole, inside, iterator, model):
+    raise StopIteration
+
+
+def fails_after_the_model(rank, world, settings):
+    """An exception of forward_step itself, once it computes with the answer."""
+    import threading
+
+    import megatron_vp
+    from megatron_vp import TokenRequest
+
+    megatron_vp.enable(**settings)
+    with process_group(rank, world):
+        model = own_loop.start(world)
+        try:
+            call(model, TokenRequest(), step=wrong_index)
+        except IndexError as error:
+            threads = [each.name for each in threading.enumerate() if "forward_step" in each.name]
+            print("threads", threads, "in", error.__traceback__.tb_next and _last(error.__traceback__), flush=True)
+            raise
+
+
+def _last(traceback):
+    while traceback.tb_next:
+        traceback = traceback.tb_next
+    return traceback.tb_frame.f_code.co_name
+
+
+def wrong_index(request, whole, inside, iterator, model):
+    result = forward_step(request, whole, inside, iterator, model)
+    if type(result[0]).__name__ == "TokenOutputs":
+        result[0].log_probs[BATCH]
+    return result
