@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ class Shapes:
     cp_chunks: with context parallelism, the s positions consist of this many equally long chunks of a longer sequence.
     sp_size, sp_rank: number of ranks over which sequence parallelism splits activations along s, and this rank's
         position among these ranks.
+    sizes: b and s of every microbatch; empty if all have the same.
     values: number of values per token that ranks exchange for the loss function: its token loss and, in some jobs, its
         entropy.
     random_vocab: 0, or the vocabulary size in a replay of one rank. Buffers for data from peers are then filled with
@@ -39,8 +40,16 @@ class Shapes:
     cp_chunks: int = 1
     sp_size: int = 1
     sp_rank: int = 0
+    sizes: tuple[tuple[int, int], ...] = ()
     values: int = 1
     random_vocab: int = 0
+
+    def of(self, microbatch: int) -> Shapes:
+        """The sizes of one of several microbatches that differ."""
+        if not self.sizes:
+            return self
+        batch, sequence = self.sizes[microbatch]
+        return replace(self, batch=batch, sequence=sequence, sizes=())
 
     @property
     def tokens(self) -> int:

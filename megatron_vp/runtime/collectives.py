@@ -96,7 +96,7 @@ class VocabularyCollectives:
     def _tokens(self, microbatch: int, root: int) -> Parts:
         """Broadcast token ids from the first pipeline rank, and labels from the last pipeline rank, to all members."""
         last = len(self._groups.members) - 1
-        rank, shapes = self._groups.rank, self._shapes
+        rank, shapes = self._groups.rank, self._shapes.of(microbatch)
         tokens_be = self._store.take(Slot.TOKENS, microbatch) if rank == 0 else shapes.token_ids()
         labels_be = self._store.take(Slot.LABELS, microbatch) if rank == last else shapes.token_ids()
 
@@ -148,7 +148,7 @@ class VocabularyCollectives:
 
     def _c0(self, microbatch: int, root: int) -> Parts:
         """Send X, the output of the last virtual stage, to all members."""
-        shapes, whole = self._shapes, self._shapes.sp_size == 1
+        shapes, whole = self._shapes.of(microbatch), self._shapes.sp_size == 1
         if self._holds_last:
             own_nh = self._store.take(Slot.LAST_OUTPUT, microbatch)
         else:
@@ -169,7 +169,7 @@ class VocabularyCollectives:
         output = self._layer_shards.output
         if self._holds_rows:
             pending = self._store.take(Slot.PENDING_OUTPUT, microbatch)
-        statistics_3n = self._no_statistics() if pending is None else pending.statistics_3n
+        statistics_3n = self._no_statistics(microbatch) if pending is None else pending.statistics_3n
         operations = operations_for(statistics_3n)
         # All tensor ranks of a stage without rows have the same statistics, which therefore need not be combined.
         tensor, stage_3n = self._groups.tensor if self._holds_rows else None, statistics_3n
@@ -181,7 +181,9 @@ class VocabularyCollectives:
             stage_3n = torch.empty_like(statistics_3n)
         gradient_nh = None
         if self._reduces_in_c1:
-            part_nh = self._store.take(Slot.UNSCALED_GRAD, microbatch) if self._holds_rows else self._no_gradient()
+            part_nh = (
+                self._store.take(Slot.UNSCALED_GRAD, microbatch) if self._holds_rows else self._no_gradient(microbatch)
+            )
             reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
 
         def communicate() -> None:
@@ -201,7 +203,7 @@ class VocabularyCollectives:
 
     def _c2(self, microbatch: int, root: int) -> Parts:
         """Reduce the input gradient to the last virtual stage (vocab-1 only). T has computed this rank's part."""
-        part_nh = self._store.take(Slot.GRAD_PART, microbatch) if self._holds_rows else self._no_gradient()
+        part_nh = self._store.take(Slot.GRAD_PART, microbatch) if self._holds_rows else self._no_gradient(microbatch)
         reduce, gradient_nh = self._reduction_to_last_stage(part_nh, root)
         return reduce, [(Slot.OUTPUT_GRAD, gradient_nh, 1)]
 
@@ -210,7 +212,7 @@ class VocabularyCollectives:
         if self._runs_loss:
             token_loss_grad_n = self._store.take(Slot.OWN_LOSS_GRAD, microbatch)
         else:
-            token_loss_grad_n = self._shapes.token_loss_grads()
+            token_loss_grad_n = self._shapes.of(microbatch).token_loss_grads()
         uses = self._holds_rows + self._holds_last
         return lambda: self._communicator.broadcast(token_loss_grad_n, root), [
             (Slot.LOSS_GRAD, token_loss_grad_n, uses)
@@ -246,7 +248,7 @@ class VocabularyCollectives:
         shapes, tensor = self._shapes, self._groups.tensor
         whole = shapes.sp_size == 1
         scatters = self._holds_rows and not whole
-        sum_nh = shapes.rows(shapes.outputs // shapes.sp_size) if scatters else part_nh
+        sum_nh = shapes.rows(len(part_nh) // shapes.sp_size) if scatters else part_nh
 
         def communicate() -> None:
             if scatters:
@@ -262,9 +264,9 @@ class VocabularyCollectives:
         used = self._holds_rows or self._has_words
         return self._store.take(Slot.ROW_EXCHANGE, microbatch) if used else None
 
-    def _no_statistics(self) -> torch.Tensor:
+    def _no_statistics(self, microbatch: int) -> torch.Tensor:
         """The statistics of an empty shard, [3 or 4, outputs]."""
-        shapes = self._shapes
+        shapes = self._shapes.of(microbatch)
         dtype = statistics_dtype(shapes.dtype)
         statistics_3n = torch.zeros(
             self._layer_shards.loss.statistics, shapes.outputs, dtype=dtype, device=shapes.device
@@ -272,9 +274,10 @@ class VocabularyCollectives:
         statistics_3n[MAX].fill_(-torch.inf)
         return statistics_3n
 
-    def _no_gradient(self) -> torch.Tensor:
+    def _no_gradient(self, microbatch: int) -> torch.Tensor:
         """Zeros [outputs / sp_size, h]: the part of dX / g that a rank without rows contributes."""
-        return self._shapes.rows(self._shapes.outputs // self._shapes.sp_size).zero_()
+        shapes = self._shapes.of(microbatch)
+        return shapes.rows(shapes.outputs // shapes.sp_size).zero_()
 
     def _to_word_ranks(self, count: int) -> list[int]:
         return [count if rank in self._word_ranks else 0 for rank in range(len(self._groups.members))]

@@ -51,7 +51,7 @@ class Links:
             if not self._groups.alone:  # A send without a receiver would never complete.
                 self._sending.append((work, tensor))
             return None
-        received = buffer(self._shapes, message.target_stage)
+        received = buffer(self._shapes.of(message.microbatch), message.target_stage)
         receiving: Any = dist.irecv(received, members[message.source], group=group)
 
         def complete() -> None:

@@ -61,7 +61,7 @@ class ShardedVocabPasses(ChunkPasses):
             return super()._input(microbatch, stage)
         # The leaf is a separate tensor, so that freeing its data leaves the rows intact for multi-token prediction.
         leaf = self._store.take(Slot.EMBEDDING, microbatch).detach().requires_grad_(self._gradients)
-        words_bsh = leaf.view(self._shapes.batch, -1, self._shapes.hidden)
+        words_bsh = leaf.view(self._shapes.of(microbatch).batch, -1, self._shapes.hidden)
         if self._shapes.mtp_depth:
             words_bsh = words_bsh[:, : self._shapes.sequence]
         return leaf, self._model.embed(microbatch, words_bsh)
@@ -83,18 +83,19 @@ class ShardedVocabPasses(ChunkPasses):
         """Multiply dX / g, which has been summed over all ranks, by g. Return dX [s / sp_size, b, h]. With the gradient
         of entropies, T has already computed dX itself.
         """
-        unweighted_nh = self._store.take(Slot.OUTPUT_GRAD, microbatch)
+        unweighted_nh, shapes = self._store.take(Slot.OUTPUT_GRAD, microbatch), self._shapes.of(microbatch)
         token_loss_grad_n = self._store.take(Slot.LOSS_GRAD, microbatch)
         if self._token_loss.entropy_gradient:
-            return unweighted_nh.view(-1, self._shapes.batch, self._shapes.hidden)
-        weighted_nh = unweighted_nh * token_loss_grad_n[self._shapes.own_outputs, None]
-        return weighted_nh.to(unweighted_nh.dtype).view(-1, self._shapes.batch, self._shapes.hidden)
+            return unweighted_nh.view(-1, shapes.batch, shapes.hidden)
+        weighted_nh = unweighted_nh * token_loss_grad_n[shapes.own_outputs, None]
+        return weighted_nh.to(unweighted_nh.dtype).view(-1, shapes.batch, shapes.hidden)
 
     def loss(self, microbatch: int) -> None:
         """Run the user's loss function on token losses, and entropies if requested, computed from the global
         statistics.
         """
-        statistics, shapes, loss = self._store.take(Slot.STATISTICS, microbatch), self._shapes, self._token_loss
+        statistics, loss = self._store.take(Slot.STATISTICS, microbatch), self._token_loss
+        shapes = self._shapes.of(microbatch)
         values_ks = shapes.by_sequence(statistics.token_loss(loss))
         if loss.entropy:
             values_ks = torch.stack([values_ks, shapes.by_sequence(statistics.entropy_n)])

@@ -121,7 +121,6 @@ def test_other_models_are_refused_whatever_layers_they_have():
     "setting",
     [
         "enable_autocast",
-        "variable_seq_lengths",
         "num_microbatches_with_partial_activation_checkpoints",
         "defer_embedding_wgrad_compute",
     ],

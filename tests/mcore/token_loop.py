@@ -11,17 +11,22 @@ from tests.harness.ranks import process_group
 from tests.mcore import own_loop
 from tests.mcore.own_loop import BATCH, MICROBATCHES, SEQUENCE, VOCAB
 
+LENGTHS = (40, SEQUENCE, 8, 24)
+"""Tokens of each microbatch that are not padding, if lengths differ."""
 SILENT = 2
 """The microbatch without a response."""
 
 
-def samples():
+def samples(lengths=None, cut=False):
     generator = torch.Generator().manual_seed(7)
     for microbatch in range(MICROBATCHES):
         text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
         mask = torch.rand(BATCH, SEQUENCE, generator=generator) < (0 if microbatch == SILENT else 0.7)
         labels = torch.where(mask | (torch.arange(SEQUENCE) % 3 > 0), text[:, 1:], -100)
-        yield text[:, :-1].contiguous(), labels, mask, torch.randn(BATCH, SEQUENCE, generator=generator)
+        sample = text[:, :-1].contiguous(), labels, mask, torch.randn(BATCH, SEQUENCE, generator=generator)
+        if lengths is not None:
+            mask[:, lengths[microbatch] :] = False
+        yield tuple(each[:, : lengths[microbatch]].contiguous() for each in sample) if cut else sample
 
 
 def of_logits(request, labels, logits):
@@ -49,7 +54,7 @@ def trained(model, mask, result):
 
 def forward_step(request, whole, inside, iterator, model):
     ids, labels, mask, advantages = next(iterator)
-    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
+    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)[:, : ids.shape[1]]
     loss = partial(surrogate, request, mask, advantages)
     if whole:
         return model(ids, places, None), lambda logits: loss(*of_logits(request, labels, logits))
@@ -63,21 +68,21 @@ def forward_step(request, whole, inside, iterator, model):
     return output, lambda given: trained(model, mask, loss(given.log_probs, given.entropy))
 
 
-def call(model, request, whole=False, inside=False, forward_only=False, step=forward_step):
-    chunks = len(model)
+def call(model, request, whole=False, inside=False, forward_only=False, step=forward_step, lengths=None):
+    chunks, data = len(model), partial(samples, lengths, lengths is not None and not whole)
     with torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
             forward_step_func=partial(step, request, whole, inside),
-            data_iterator=[samples() for _ in range(chunks)] if chunks > 1 else samples(),
+            data_iterator=[data() for _ in range(chunks)] if chunks > 1 else data(),
             model=model if chunks > 1 else model[0],
             num_microbatches=MICROBATCHES,
-            seq_length=SEQUENCE,
+            seq_length=SEQUENCE if lengths is None or whole else 1,
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
 
 
-def started(ranks, settings, chunks, tied, tensor):
+def started(ranks, settings, chunks, tied, tensor, **options):
     import megatron_vp
     from megatron_vp.mcore import patch_table, patches
 
@@ -85,23 +90,26 @@ def started(ranks, settings, chunks, tied, tensor):
         patches.apply(patch_table.patches_of("cpu platform"))
     else:
         megatron_vp.enable(**settings)
+    own_loop.TransformerConfig = partial(own_loop.TransformerConfig, **options)
     return own_loop.start(ranks, chunks, tied, tensor)
 
 
-def train(rank, world, settings, requests, chunks=1, tied=False, tensor=1, whole=False, inside=False):
+def train(
+    rank, world, settings, requests, chunks=1, tied=False, tensor=1, whole=False, inside=False, lengths=None, **options
+):
     """For every request, a forward-only call and a training call: reports of both, and gradients by global name."""
     import threading
 
     from megatron_vp import TokenRequest
 
     with process_group(rank, world):
-        model, results = started(world // tensor, settings, chunks, tied, tensor), []
+        model, results = started(world // tensor, settings, chunks, tied, tensor, **options), []
         for asked in requests:
             request = TokenRequest(**asked)
-            told = call(model, request, whole, inside, forward_only=True)
+            told = call(model, request, whole, inside, forward_only=True, lengths=lengths)
             for part in model:
                 part.zero_grad_buffer()
-            reports, found = call(model, request, whole, inside), {}
+            reports, found = call(model, request, whole, inside, lengths=lengths), {}
             for core in (part.module for part in model):
                 for name, parameter in core.named_parameters():
                     if name.startswith("decoder.layers."):
@@ -113,16 +121,18 @@ def train(rank, world, settings, requests, chunks=1, tied=False, tensor=1, whole
         return results
 
 
+VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+"""Megatron asks for this dispatcher, although the model has no experts."""
+
+
 def refused(rank, world, settings):
-    """What each rank is told where requests do not fit; then a call that fits still runs."""
-    import megatron_vp
+    """What each rank is told where requests or lengths do not fit; a call in between fits."""
     from megatron_vp import TokenRequest
     from megatron_vp.errors import UserError
     from megatron_vp.mcore.model.preparation import MODEL
 
-    megatron_vp.enable(**settings)
     with process_group(rank, world):
-        model, told = own_loop.start(world), []
+        model, told = started(world, settings, 1, False, 1, **VARIABLE), []
         arguments = getattr(model[0].module, MODEL).job.arguments
 
         def tell(request, step=forward_step):
@@ -136,6 +146,7 @@ def refused(rank, world, settings):
         tell(None if rank else TokenRequest(), one_asks)
         tell(TokenRequest(entropy_gradient=True))
         tell(None, missing_data if rank else forward_step)
+        tell(None, shorter if rank else forward_step)
         object.__setattr__(arguments, "vocab_z_loss", 0.1)
         tell(TokenRequest())
         return told
@@ -148,6 +159,10 @@ def one_asks(request, whole, inside, iterator, model):
     places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
     losses = model(ids, places, None, labels=labels.clamp(min=0))
     return losses, lambda given: ((given * mask).mean(), {})
+
+
+def shorter(request, whole, inside, iterator, model):
+    return forward_step(request, whole, inside, iter([[each[:, 8:].contiguous() for each in next(iterator)]]), model)
 
 
 def missing_data(request, whole, inside, iterator, model):

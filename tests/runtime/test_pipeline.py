@@ -116,7 +116,7 @@ def test_a_member_without_rows_adds_nothing_to_the_statistics():
     collectives = object.__new__(VocabularyCollectives)
     collectives._shapes = Shapes(5, 2, 6, torch.float32, torch.device("cpu"))
     collectives._layer_shards = LayerShards(VocabShards(9, 3), None, None)
-    nothing = collectives._no_statistics()
+    nothing = collectives._no_statistics(0)
     # Beside logits as far below zero as these, a maximum of 0 would leave no digit of the sum.
     own = torch.tensor([-500.0, 3.0, -501.0])[:, None].expand_as(nothing).contiguous()
     total = torch.empty_like(own)

@@ -23,7 +23,6 @@ _LEFT_OUT = ("forward", "_preprocess", "_postprocess", "_scale_logits", "compute
 
 _UNREAD = (
     "enable_autocast",
-    "variable_seq_lengths",
     "num_microbatches_with_partial_activation_checkpoints",
     "defer_embedding_wgrad_compute",
 )

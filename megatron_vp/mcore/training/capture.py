@@ -84,6 +84,14 @@ class Capture:
         """Return the argument `name` that was passed to the model; None if it was omitted."""
         return self._bound.arguments.get(name)
 
+    def sizes(self) -> tuple[int, ...] | None:
+        """[b, s] of the microbatch; None if `forward_step` passes no tokens, labels or positions of this shape."""
+        for name in ("input_ids", "labels", "position_ids"):
+            value = self.argument(name)
+            if isinstance(value, torch.Tensor) and not value.is_nested and value.dim() == 2:
+                return tuple(value.shape)
+        return None
+
     def keep(self, *names: str) -> None:
         """Free all arguments except the named ones. Call this method only after the model has run."""
         self._bound.arguments = {name: self.argument(name) for name in names}

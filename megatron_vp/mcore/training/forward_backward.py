@@ -146,29 +146,40 @@ def _settled(
     """
     progress, groups, args = built.pipeline.progress, built.pipeline.groups, built.job.arguments
     progress.at(Load(0))
-    own, failure = None, ""
+    own, sizes, failure = None, [], ""
     try:
-        own = megatron.asks_for()
+        own, sizes = megatron.asks_for()
     except UserError as error:
         failure = str(error)
     progress.at(AGREEING)
-    every, ranks = [(own, failure)], [dist.get_rank()]
+    every, ranks = [(own, sizes, failure)], [dist.get_rank()]
     if not groups.alone:
-        every, ranks = from_all((own, failure), groups.host), dist.get_process_group_ranks(groups.host)
+        every, ranks = from_all(every[0], groups.host), dist.get_process_group_ranks(groups.host)
     if failure:
         raise UserError(failure)
-    for rank, (_, other) in zip(ranks, every, strict=True):
+    for rank, (*_, other) in zip(ranks, every, strict=True):
         if other:
             raise UserError(f"rank {rank}: {other}")
-    request, last_stage = every[-1][0], len(every) - groups.tensor_size
-    for index, (rank, (asked, _)) in enumerate(zip(ranks, every, strict=True)):
+    request, table, last_stage = every[-1][0], every[0][1], len(every) - groups.tensor_size
+    for index, (rank, (asked, found, _)) in enumerate(zip(ranks, every, strict=True)):
         # Scripts may ask on the last ranks of the pipeline alone, where the loss function runs.
         if asked != request and (asked is not None or index >= last_stage):
             raise UserError(
                 f"rank {rank} asks for {asked or 'token losses'}, but rank {ranks[-1]}, where the loss function runs, "
                 f"asks for {request or 'token losses'}: pass the model the same output_processor_context on all ranks"
             )
-    megatron.agree(request)
+        for microbatch, (size, expected) in enumerate(zip(found, table, strict=True)):
+            if expected is None or size not in (None, expected) or expected[1] % shapes.sp_size:
+                raise UserError(
+                    f"microbatch {microbatch} has the shape {size} on rank {rank}, but {expected} on rank {ranks[0]}: "
+                    f"with variable_seq_lengths, give all ranks of a model the same microbatches, rank "
+                    f"{ranks[0]} with input_ids, of lengths that {shapes.sp_size} sequence-parallel ranks divide"
+                )
+    if table:
+        shapes = replace(shapes, sizes=tuple(table))
+        if shapes.mtp_stage is not None:
+            raise UserError("variable_seq_lengths is not supported with --mtp-num-layers: leave one of them out")
+    megatron.agree(request, shapes)
     if request is None:
         return shards, shapes
     for option in ("mtp_num_layers", "vocab_label_smoothing", "vocab_z_loss"):

@@ -57,7 +57,7 @@ class MegatronModel:
         held = _listed(self._config.no_sync_func if gradients else None, len(chunks))
         # The request of the whole iteration, once the ranks have agreed on it.
         self.request: TokenRequest | None = None
-        self._agreed, self._runs_loss = False, rank == len(schedule.ranks) - 1
+        self._agreed, self._rank, self._runs_loss = False, rank, rank == len(schedule.ranks) - 1
         self._chunks = [_Chunk(*each) for each in zip(chunks, data_iterators, held, strict=True)]
         self._forward_step, self._schedule, self._shapes = forward_step, schedule, shapes
         self._gradients, self._context_group = gradients, context_group
@@ -71,18 +71,22 @@ class MegatronModel:
         self.tokens_seen = torch.zeros([], dtype=torch.int, device=shapes.device)
         self._output_options = {"fp32_output": False} if self._config.fp16 or self._config.bf16 else {}
 
-    def asks_for(self) -> TokenRequest | None:
-        """Read the first microbatch of this rank's last chunk, and return the `TokenRequest` with which its
-        `forward_step` calls the model; None without a request.
+    def asks_for(self) -> tuple[TokenRequest | None, list[Any]]:
+        """Read data ahead. Return the request with which this rank's `forward_step` calls its last chunk for the first
+        microbatch, None without a request, and the sizes of all microbatches if they may differ, None if unknown.
         """
-        return self._capture(self._chunks[-1], 0).request
+        request = self._capture(self._chunks[-1], 0).request
+        if not self._config.variable_seq_lengths:
+            return request, []
+        chunk = self._chunks[0 if self._rank == 0 else -1]
+        return request, [self._capture(chunk, each).sizes() for each in range(self._schedule.microbatches)]
 
-    def agree(self, request: TokenRequest | None) -> None:
-        """Set the request of all microbatches of the iteration."""
-        self.request, self._agreed = request, True
+    def agree(self, request: TokenRequest | None, shapes: Shapes) -> None:
+        """Set the request and the sizes of all microbatches of the iteration."""
+        self.request, self._shapes, self._agreed = request, shapes, True
         for chunk in self._chunks:
             for microbatch in chunk.captures:
-                self._check_request(chunk, microbatch)
+                self._check(chunk, microbatch)
 
     def load(self, chunk: int, microbatch: int) -> None:
         """Read the data that a chunk with an unsharded vocabulary layer uses, by calling the user's `forward_step`.
@@ -257,14 +261,15 @@ class MegatronModel:
             suspends = self._runs_loss and chunk is self._chunks[-1] and token_outputs.taken
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model, suspends=suspends)
             chunk.captures[chunk.captured] = captured
-            check_packed(captured, self._shapes, self._context_group.size())
             if self._agreed:
-                self._check_request(chunk, chunk.captured)
+                self._check(chunk, chunk.captured)
             chunk.captured += 1
         return chunk.captures[microbatch]
 
-    def _check_request(self, chunk: _Chunk, microbatch: int) -> None:
-        asked = chunk.captures[microbatch].request
+    def _check(self, chunk: _Chunk, microbatch: int) -> None:
+        captured = chunk.captures[microbatch]
+        check_packed(captured, self._shapes.of(microbatch), self._context_group.size())
+        asked = captured.request
         if asked != self.request and (asked is not None or (self._runs_loss and chunk is self._chunks[-1])):
             raise UserError(
                 f"forward_step asks for {asked or 'token losses'} in microbatch {microbatch}, but for "
@@ -277,7 +282,8 @@ class MegatronModel:
 
     def _token_ids(self, name: str, chunk: _Chunk, microbatch: int) -> torch.Tensor:
         value = self._capture(chunk, microbatch).argument(name)
-        expected, found = [self._shapes.batch, self._shapes.sequence], None if value is None else list(value.shape)
+        shapes, found = self._shapes.of(microbatch), None if value is None else list(value.shape)
+        expected = [shapes.batch, shapes.sequence]
         if found != expected:
             raise UserError(
                 f"--pipeline-schedule needs {name} of shape [micro batch, sequence] = {expected}, but forward_step "
