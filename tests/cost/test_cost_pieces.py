@@ -14,7 +14,6 @@ from megatron_vp.cost.ranks.layer_memory import layer_memory
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.layer_kind import LayerKind
-from megatron_vp.schedule import Placement
 from megatron_vp.vocab.shards import VocabShards
 
 
@@ -86,12 +85,6 @@ def test_redistributed_layers_are_the_published_ones():
         found = redistributed_layers(jobs()[Cell(5, 8, 2048, "redis", vocab_k)])
         assert found[-1] == layers and sum(found) == 32 and list(found[:-1]) == sorted(found[:-1])
     assert redistributed_layers(jobs()[Cell(5, 8, 2048, "redis", 256)]) == (4, 4, 4, 5, 5, 5, 5, 0)
-
-
-def test_redistribution_over_a_v_takes_layers_from_rank_0():
-    found = redistributed_layers(job(gpt(layers=64)), Placement.v_shape(8))
-    loads = [found[rank] + found[15 - rank] for rank in range(8)]
-    assert sum(loads) == 64 and loads[0] < min(loads[1:])
 
 
 def test_what_cannot_be_split_is_one_line():

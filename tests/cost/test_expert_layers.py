@@ -7,7 +7,7 @@ import pytest
 from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.job_sizes import expert_layers, job_of
 from megatron_vp.cost.layers.layer_operations import distinct, layer_weights, operations
-from megatron_vp.cost.layers.layer_types import model_layers, stage_layers
+from megatron_vp.cost.layers.layer_types import stage_layers
 from megatron_vp.cost.layers.shapes import Delta, Job, ModelShape
 from megatron_vp.cost.ranks.layer_memory import layer_memory
 from megatron_vp.cost.ranks.pass_times import PassTimes
@@ -56,7 +56,7 @@ def test_what_says_it_in_no_way_is_refused(frequency):
 def test_deepseek_v3_has_as_many_parameters_as_its_authors_say():
     """671 billion in all, of which a token meets 37: arXiv 2412.19437, without its multi-token prediction."""
     job = job_of(DEEPSEEK_V3)
-    layers = model_layers(job)
+    layers = stage_layers(job, (job.model.layers,))[0]
     assert layers == {"d": 3, "t": 58}
     vocabulary = 2 * job.model.vocab * job.model.hidden
     total = sum(count * layer_weights(job, kind) for kind, count in layers.items()) + vocabulary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_vp.cost.layers.layer_operations import operations
-from megatron_vp.cost.layers.layer_types import model_layers
+from megatron_vp.cost.layers.layer_types import stage_layers
 from megatron_vp.cost.layers.shapes import Job
 
 
@@ -40,7 +40,7 @@ def paper_flops(job: Job) -> float:
 
 def _flops(job: Job, of_attention: float) -> float:
     forward = output_flops(job)
-    for kind, count in model_layers(job).items():
+    for kind, count in stage_layers(job, (job.model.layers,))[0].items():
         own = (op for op in operations(job, kind) if op.name not in ("router", "joint", "shared gate"))
         forward += count * sum(op.flops - (1 - of_attention) * op.scores for op in own)
     return 3 * forward * job.microbatches * job.gpus_per_stage

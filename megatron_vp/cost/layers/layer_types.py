@@ -30,11 +30,6 @@ def layer_kinds(job: Job, layers: int) -> list[str]:
     return [kind if first <= place < last else kind + WIDE for place, kind in enumerate(kinds)]
 
 
-def model_layers(job: Job) -> Counts:
-    """All layers of the model by kind, including the layers of multi-token prediction."""
-    return stage_layers(job, (job.model.layers,))[0]
-
-
 @lru_cache(maxsize=4096)
 def stage_kinds(job: Job, layers: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
     """The kinds of the layers of every virtual stage in order, given the number of layers of each stage.

@@ -8,7 +8,6 @@ from megatron_vp.cost.layers.flops import output_flops
 from megatron_vp.cost.layers.layer_operations import layer_flops
 from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Placement
 
 
 def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
@@ -26,29 +25,18 @@ def equal_layers(job: Job, stages: int) -> tuple[int, ...]:
     return (each,) * stages
 
 
-def redistributed_layers(job: Job, placement: Placement | None = None) -> tuple[int, ...]:
-    """Layers per virtual stage in the paper's method `redis`: fewer layers on the rank with the output layer.
+def redistributed_layers(job: Job) -> tuple[int, ...]:
+    """Layers per stage in the paper's method `redis`: fewer layers on the last stage, which has the output layer.
 
-    The rank with the output layer gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the output layer's
-    FLOPs divided by those of one layer. This formula reproduces all four published layouts for eight GPUs. The other
-    stages share the remaining layers as evenly as possible, with more layers in later stages. Raises UserError if there
-    are too few layers.
+    The last stage gets max(0, ceil((L + o) / p - o)) of the L layers, where o is the output layer's FLOPs divided by
+    those of one layer. This formula reproduces all four published layouts for eight GPUs. The other stages share the
+    remaining layers as evenly as possible, with more layers in later stages. Raises UserError if there are too few
+    layers.
     """
-    placement = placement or Placement.round_robin(job.pipeline)
-    layers, p = job.model.layers, placement.ranks
+    layers, p = job.model.layers, job.pipeline
     output = output_flops(job) / layer_flops(job)
     last = max(0, math.ceil((layers + output) / p - output - 1e-9))
-    own = sorted(placement.stage_of[placement.last_rank], reverse=True)
-    others = [stage for stage in range(placement.stages) if stage not in own]
-    if not others or layers - last < len(others):
-        raise UserError(
-            f"{layers} layers are too few to redistribute over {placement.stages} stages; use fewer stages or chunks"
-        )
-    found = dict(zip(others, _spread(layers - last, len(others)), strict=True))
-    found |= zip(own, _spread(last, len(own)), strict=True)
-    return tuple(found[stage] for stage in range(placement.stages))
-
-
-def _spread(layers: int, stages: int) -> tuple[int, ...]:
-    each, larger = divmod(layers, stages)
-    return (each,) * (stages - larger) + (each + 1,) * larger
+    each, larger = divmod(layers - last, p - 1)
+    if not each:
+        raise UserError(f"{layers} layers are too few to redistribute over {p} stages; use fewer stages")
+    return (each,) * (p - 1 - larger) + (each + 1,) * larger + (last,)

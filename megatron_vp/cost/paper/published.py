@@ -105,21 +105,21 @@ def read_cells(path: Path) -> dict[Cell, Measurement]:
     """
     found: dict[Cell, Measurement] = {}
     for number, row in enumerate(csv.DictReader(read_text(path, "published cells", MIB).splitlines()), 2):
-        where = f"{path}, line {number}"
-        if missing := [name for name in COLUMNS if row.get(name) is None]:
-            raise UserError(f"{where}: column {missing[0]} is missing")
-        table, gpus, sequence, method, vocab_k, *values = (row[name].strip() for name in COLUMNS)
         try:
+            table, gpus, sequence, method, vocab_k, *values = (row[name].strip() for name in COLUMNS)
             cell = Cell(int(table), int(gpus), int(sequence), method, int(vocab_k))
             entry = Measurement(*(float(value) if value else None for value in values))
-        except ValueError as error:
-            raise UserError(f"{where}: {error}; correct the number") from None
-        if not all(value is None or 0 < value <= LARGEST for value in entry):
-            raise UserError(f"{where}: MFU and memory are {entry}; give numbers above 0 and at most {LARGEST}")
-        if cell not in jobs():
-            raise UserError(f"{where}: the paper's tables do not contain this cell ({cell})")
-        if cell in found:
-            raise UserError(f"{where}: {cell} occurs twice; keep one of the two")
+            if (
+                cell not in jobs()
+                or cell in found
+                or not all(0 < each <= LARGEST for each in entry if each is not None)
+            ):
+                raise ValueError(cell)
+        except (KeyError, AttributeError, ValueError):
+            raise UserError(
+                f"{path}, line {number} is not a cell of the paper's tables, or repeats one: give the columns "
+                f"{','.join(COLUMNS)}, with MFU and memory above 0 and at most {LARGEST}"
+            ) from None
         found[cell] = entry
     if not found:
         raise UserError(f"{path} contains no measurements; write one per line below this header: {','.join(COLUMNS)}")
