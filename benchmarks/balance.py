@@ -73,12 +73,11 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
     runs = []
     for method in METHODS:
         plan = Plan(schedule, method, chunks)
-        shards = balanced(job, plan, H100)
-        assigned = shards.plan(plan)
+        assigned, _ = balanced(job, plan, H100)
         even = replace(plan, layers=even_layers)
         seconds = [evaluate(each, job, H100).iteration_seconds for each in (assigned, even)]
-        runs.append((*seconds, method, shards, assigned))
-    seconds, even, method, shards, assigned = min(runs, key=lambda run: run[0])
+        runs.append((*seconds, method, assigned))
+    seconds, even, method, assigned = min(runs, key=lambda run: run[0])
     found = {
         "model": model,
         "pipeline": ranks,
@@ -88,8 +87,8 @@ def line(model: str, ranks: int, schedule: str) -> dict | None:
         "whole_layers": min(whole)[1] if whole else None,
         "even_seconds": min(even for _, even, *_ in runs),
         "balanced_seconds": seconds,
-        "layers": shards.layers,
-        "vocab_rows": shards.rows,
+        "layers": assigned.layers,
+        "vocab_rows": assigned.vocab_rows,
     }
     if schedule == DEFAULT_SCHEDULE:
         alike = evaluate(assigned, job, ALIKE)

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +27,7 @@ from megatron_vp.cli.planning import (
     seconds,
     table,
 )
-from megatron_vp.cli.result_output import check_destination, format_for, progress_lines, write
+from megatron_vp.cli.result_output import format_for, progress_lines, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.job_config import ONE_QUEUE, flags_of, yaml_of
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
     from megatron_vp.cost.planning.predict import Prediction
     from megatron_vp.cost.planning.search import Search
     from megatron_vp.jobs.job_config import JobConfig
-
-SHOWN = 12
-"""The table of a search shows at most this many runs of the frontier; JSON has all."""
 
 SIZES = ("tensor", "context", "pipeline", "data", "expert", "micro_batch", "recompute")
 """What differs between the runs of a search, as named in `Job`."""
@@ -57,13 +53,6 @@ def plan(
     memory: MemoryOption = None,
     asked_format: FormatOption = None,
     output: OutputOption = None,
-    write_schedule: Annotated[
-        Path | None,
-        typer.Option(
-            help="Also write the best run's schedule to this JSON file. The order of its passes follows from their "
-            "predicted times. To train with it, give --pipeline-schedule FILE."
-        ),
-    ] = None,
     search: Annotated[
         bool,
         typer.Option(
@@ -114,14 +103,7 @@ def plan(
         raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave out --keep")
     if search_budget and not (search or offload):
         raise UserError(f"--search-budget {search_budget} has no effect: add --search or --offload, or leave it out")
-    check_destination(False, write_schedule)
     answer = answer_for(*read_cluster(*asked), search, keep or [], search_budget, offload)
-    if write_schedule is not None:
-        from megatron_vp.cost.planning.predict import make_simulator
-        from megatron_vp.schedule import to_json
-
-        simulator = make_simulator(answer.request.job, answer.verdict.best.plan, answer.request.hardware)
-        write(to_json(simulator.schedule) + "\n", write_schedule)
     write(answer.table() if output_format is Format.TABLE else json.dumps(answer.document(), indent=1) + "\n", output)
 
 
@@ -137,27 +119,20 @@ def answer_for(
 ) -> Answer:
     """Compare the ways to train a job within `limit` bytes per rank. Raises UserError; also if nothing fits."""
     from megatron_vp.cost.layers.job_plan import chunks_given, plan_of
-    from megatron_vp.cost.layers.shapes import Recompute
+    from megatron_vp.cost.layers.shapes import Plan
     from megatron_vp.cost.planning.candidates import check_pipeline, placed_heads
     from megatron_vp.cost.planning.own_plan import own_plan
     from megatron_vp.cost.planning.search import BUDGET, Search
     from megatron_vp.cost.planning.variants import Variant, variants
 
-    if searching:
-        tried = variants(config, gpus, hardware, keep)
-    else:
+    given, refused, tried = None, "", variants(config, gpus, hardware, keep) if searching else []
+    if not tried or not tried[0].settings:
         job = Request.of(config, hardware, gpus, limit).job
-        check_pipeline(job)
-        if offload and job.recompute is Recompute.FULL:
-            raise UserError(
-                "--offload cannot be combined with --recompute-granularity full, which leaves almost no activations to "
-                "offload: leave out one of the two"
-            )
-        plan_of(config)
-        tried = [Variant(each, {}) for each in placed_heads(job)]
-    given, refused = None, ""
-    if not tried[0].settings:
-        job = Request.of(config, hardware, gpus, limit).job
+        if not searching:
+            check_pipeline(job)
+            plan_of(config)
+            Plan(offload_chunks=int(offload)).check(job)
+            tried = [Variant(each, {}) for each in placed_heads(job)]
         try:
             given = job, own_plan(config, job, hardware, limit)
         except UserError as error:
@@ -181,31 +156,26 @@ class Answer:
     searching: bool
     refused: str
 
-    def request_of(self, found: Prediction) -> Request:
-        """The planning request for the job with the parallel sizes of the run `found`."""
-        return Request(self.config | dict(found.settings), found.job, self.search.hardware, self.search.limit)
-
     @cached_property
     def request(self) -> Request:
         """The planning request for the recommended run."""
-        return self.request_of(self.verdict.best)
+        best = self.verdict.best
+        return Request(self.config | dict(best.settings), best.job, self.search.hardware, self.search.limit)
 
     def settings(self, found: Prediction) -> dict[str, Any]:
         """The settings in which the run `found` differs from the configuration."""
         from megatron_vp.cost.layers.job_plan import settings_of
 
-        request = self.request_of(found)
         changed = {name: value for name, value in found.settings.items() if _changes(self.config.get(name), value)}
-        return changed | settings_of(request.config, found.plan, request.job)
+        return changed | settings_of(self.config | dict(found.settings), found.plan, found.job)
 
     def table(self) -> str:
         """The answer as text: first the verdict, then the recommended run beside the job as given, then the others."""
-        from megatron_vp.cost.planning.bounds import thinned
-
         search, verdict, limit = self.search, self.verdict, self.search.limit
-        kept, listed = thinned(search.frontier, SHOWN), search.found
+        listed = search.found
         if self.searching or search.offload:
-            listed = [each for each in listed if each in kept or each in (verdict.best, verdict.rival) or each.given]
+            kept = [*search.frontier, verdict.best, verdict.rival]
+            listed = [each for each in listed if each in kept or each.given]
 
         def place(each: Prediction) -> tuple[Any, ...]:
             return each is not verdict.best, not each.given, not each.fits(limit), each.iteration_seconds
@@ -227,19 +197,16 @@ class Answer:
         """The verdict in one sentence."""
         verdict, limit = self.verdict, self.search.limit
         rival, ours, answer = verdict.rival, verdict.ours, verdict.answer
-        if rival is None or ours is None or verdict.speedup is None or verdict.memory_saved is None:
+        if rival is None:
             return f"{answer}: Megatron itself cannot run this job"
         if ours is rival:
             alone = "with one pipeline stage, there are no ranks to share the vocabulary"
             none = f"no run with megatron_vp fits into {limit / GIB:.4g} GiB"
             return f"{answer}: {alone if ours.job.pipeline == 1 else none}"
-        without, size = f"run without megatron_vp ({self._name(rival)})", abs(verdict.memory_saved) / GIB
-        memory = f"{size:.1f} GiB {'less' if verdict.memory_saved >= 0 else 'more'} memory"
+        without, saved = f"run without megatron_vp ({self._name(rival)})", rival.peak_memory - ours.peak_memory
+        memory = f"{abs(saved) / GIB:.1f} GiB {'less' if saved >= 0 else 'more'} memory"
         if not rival.fits(limit):
-            return (
-                f"{answer}: no run without megatron_vp fits into {limit / GIB:.4g} GiB; this one needs {size:.1f} GiB "
-                f"less than the smallest of them ({self._name(rival)})"
-            )
+            return f"{answer}: {memory} than the smallest {without}, which does not fit into {limit / GIB:.4g} GiB"
         if answer == "smaller":
             return f"{answer}: {memory} than the best {without}, at {verdict.speedup:.2f} times its speed"
         subject = "" if answer == "faster" else f"the best run with megatron_vp ({self._name(ours)}) is "
@@ -252,31 +219,27 @@ class Answer:
 
     def _searched(self) -> list[str]:
         """Lines that state what a search compared."""
-        search = self.search
+        search, untried = self.search, self.search.untried
         if not self.searching:
             return []
         lines = [
             f"{len(search.found):,} of {search.count:,} ways to train were simulated; the table has the frontier: runs "
             "that no other run beats in both time and memory"
         ]
-        if search.untried:
-            least = min(option.bound.seconds for option in search.untried)
+        if untried:
+            least = seconds(min(option.bound.seconds for option in untried))
             lines.append(
-                f"The frontier is partial: {len(search.untried):,} ways to train, which take at least {seconds(least)} "
-                f"s per iteration, were not tried, because --search-budget {search.budget} was used up"
+                f"The frontier is partial: {len(untried):,} ways to train, which take at least {least} s per "
+                f"iteration, were not tried, because --search-budget {search.budget} was used up"
             )
         return lines
 
     def _columns(self) -> dict[str, Callable[[Prediction], str]]:
         """The columns of the table: headings, and what is said of a run."""
         limit, gpus = self.search.limit, self.request.job.gpus
-        headings = ("tensor", "context", "pipeline", "data", "expert", "micro\nbatch", "<recompute")
         columns: dict[str, Callable[[Prediction], str]] = {}
-        if self.searching:
-            columns = {
-                heading: lambda each, name=name: str(getattr(each.job, name))
-                for heading, name in zip(headings, SIZES, strict=True)
-            }
+        for name in SIZES if self.searching else ():
+            columns[name.replace("_", "\n")] = lambda each, name=name: str(getattr(each.job, name))
         columns |= {
             "<schedule": lambda each: each.plan.label,
             "<vocabulary": lambda each: each.plan.title + " *" * each.given,
@@ -340,7 +303,7 @@ class Answer:
             "verdict": {
                 "answer": verdict.answer,
                 "rival": verdict.rival and self.entry(verdict.rival),
-                "ours": verdict.ours and self.entry(verdict.ours),
+                "ours": self.entry(verdict.ours),
                 "speedup": verdict.speedup,
                 "memory_saved_gib": verdict.memory_saved and verdict.memory_saved / GIB,
             },

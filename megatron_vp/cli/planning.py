@@ -29,9 +29,6 @@ LEAST_MEMORY, MOST_MEMORY, MOST_OF_A_HOST = 0.01, 512, 16_384
 than 288 GiB; the ranks of a CPU job share a host's memory.
 """
 
-MOST_GPUS = 1_000_000
-"""The largest accepted number of GPUs, several times as many as in the largest existing cluster."""
-
 
 class Format(StrEnum):
     """The output formats of `plan` and `simulate`."""
@@ -122,11 +119,9 @@ class Request:
         """A paragraph that states how accurate the prediction is."""
         from megatron_vp.cost.hardware.constants import ERROR_BAND, compared
 
-        job, found = self.job, None
-        if not job.model.is_hybrid:
-            found = compared(self.hardware.name, fp8=job.fp8 is not None, experts=job.model.experts > 0)
-        evidence = "No published run of this kind has been compared with a prediction."
-        if found is not None:
+        job, evidence = self.job, "No published run of this kind has been compared with a prediction."
+        found = compared(self.hardware.name, fp8=job.fp8 is not None, experts=job.model.experts > 0)
+        if found is not None and not job.model.is_hybrid:
             evidence = (
                 f"For {found.runs} published runs of this kind ({found.kind}, without vocabulary parallelism), the "
                 f"mean error of predicted tokens/s is {found.mean} % and the largest {found.worst} %; some constants "
@@ -175,8 +170,6 @@ def read_cluster(
     if memory is not None and not LEAST_MEMORY <= memory <= most:
         raise UserError(f"--memory is in GiB per rank, from {LEAST_MEMORY} to {most}; got {memory:.15g}")
     gpus = None if nodes is None else nodes * machine.gpus_per_node
-    if gpus is not None and gpus > MOST_GPUS:
-        raise UserError(f"--nodes {nodes} is too large: give at most {MOST_GPUS // machine.gpus_per_node}")
     return config, machine, gpus, machine.memory if memory is None else memory * GIB
 
 

@@ -79,25 +79,25 @@ def test_no_layout_of_whole_layers_is_faster_for_any_model(ranks, layers, hidden
     runs = []
     for method in (VocabMethod.VOCAB_1, VocabMethod.VOCAB_2):
         plan = Plan(vocab=method)
-        found = predict(job, balanced(job, plan, H100).plan(plan), ALIKE)
+        found = predict(job, balanced(job, plan, H100)[0], ALIKE)
         runs.append((found.iteration_seconds, found.timeline.makespan / least_passes(job, method, ALIKE)))
     seconds, over_bound = min(runs)
     assert seconds <= whole and over_bound <= 1.02
 
 
 def test_rows_go_where_there_are_fewer_layers():
-    found = balanced(JOB, Plan(vocab=TWO), H100)
-    assert sum(found.layers) == 7 and sum(found.rows) == 131072 and found.gain > 1.05
-    assert all(rows % 128 == 0 for rows in found.rows)
-    few, many = ([r for n, r in zip(found.layers, found.rows, strict=True) if n == layers] for layers in (1, 2))
+    found, gain = balanced(JOB, Plan(vocab=TWO), H100)
+    assert sum(found.layers) == 7 and sum(found.vocab_rows) == 131072 and gain > 1.05
+    assert all(rows % 128 == 0 for rows in found.vocab_rows)
+    few, many = ([r for n, r in zip(found.layers, found.vocab_rows, strict=True) if n == layers] for layers in (1, 2))
     assert min(few) > 2 * max(many) and max(many) - min(many) <= 128
-    assert balanced(JOB, Plan(vocab=TWO), H100) == found
+    assert balanced(JOB, Plan(vocab=TWO), H100)[0] == found
 
 
 def test_a_layout_of_the_user_stays():
     given_layers = (1, 2, 3, 1)
-    found = balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100, layout_given=True)
-    assert found.layers == given_layers and found.rows[2] == 0 and found.rows[3] > found.rows[1]
+    found, _ = balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100, layout_given=True)
+    assert found.layers == given_layers and found.vocab_rows[2] == 0 and found.vocab_rows[3] > found.vocab_rows[1]
     with pytest.raises(UserError, match="does not match 7 layers"):
         balanced(JOB, Plan(vocab=TWO, layers=(1, 2, 3, 2)), H100, layout_given=True)
     assert balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100) == balanced(JOB, Plan(vocab=TWO), H100)
@@ -129,13 +129,12 @@ def test_even_shards_stay_where_they_are_good_enough(monkeypatch):
     few = [_Search.predict]
     monkeypatch.setattr(_Search, "predict", lambda *each: few.append(each) or few[0](*each))
     long = replace(JOB, model=replace(MODEL, layers=8), microbatches=512)
-    assert balanced(long, Plan(vocab=TWO), H100).rows is None and len(few) == 2, "even shards alone are simulated"
+    assert balanced(long, Plan(vocab=TWO), H100)[0].vocab_rows is None and len(few) == 2, "only even shards"
     job = replace(JOB, model=replace(MODEL, layers=8))
-    found = balanced(job, Plan(vocab=TWO), H100)
-    assert (found.layers, found.rows, found.gain) == (None, None, 1.0)
-    spread = balanced(JOB, Plan(vocab=TWO), H100)
+    assert balanced(job, Plan(vocab=TWO), H100) == (Plan(vocab=TWO), 1.0)
+    spread, _ = balanced(JOB, Plan(vocab=TWO), H100)
     even = predict(JOB, Plan(vocab=TWO, layers=(1, 2, 2, 2)), H100).iteration_seconds
-    assigned = predict(JOB, spread.plan(Plan(vocab=TWO)), H100).iteration_seconds
+    assigned = predict(JOB, spread, H100).iteration_seconds
     assert assigned < even / (1 + EVEN_BAND)
 
 
@@ -145,18 +144,18 @@ def test_rows_leave_ranks_that_are_full():
     totals = [rank.total for rank in even.memory]
     assert totals[0] == max(totals) > 1.05 * totals[3]
     limit = 0.97 * totals[0]
-    found = balanced(job, Plan(vocab=TWO), H100, memory_limit=limit)
-    assert found.rows[0] < 32768 < found.rows[3]
-    assigned = predict(job, found.plan(Plan(vocab=TWO)), H100)
+    found, _ = balanced(job, Plan(vocab=TWO), H100, memory_limit=limit)
+    assert found.vocab_rows[0] < 32768 < found.vocab_rows[3]
+    assigned = predict(job, found, H100)
     assert max(rank.total for rank in assigned.memory) <= limit
     # Where nothing fits, the limit is left aside.
-    assert balanced(job, Plan(vocab=TWO), H100, memory_limit=1e9).rows is None
+    assert balanced(job, Plan(vocab=TWO), H100, memory_limit=1e9)[0].vocab_rows is None
 
 
 def test_what_is_left_of_the_vocabulary_goes_to_the_last_holder():
     job = replace(JOB, model=replace(MODEL, vocab=131072 + 50))
-    found = balanced(job, Plan(vocab=TWO), H100)
-    last = max(rank for rank, rows in enumerate(found.rows) if rows)
-    assert [rows % 128 for rows in found.rows] == [50 * (rank == last) for rank in range(4)]
+    found, _ = balanced(job, Plan(vocab=TWO), H100)
+    last = max(rank for rank, rows in enumerate(found.vocab_rows) if rows)
+    assert [rows % 128 for rows in found.vocab_rows] == [50 * (rank == last) for rank in range(4)]
     odd = replace(job, tensor=4)
-    assert unit_of_rows(odd.model.vocab, 4, 4) is None and balanced(odd, Plan(vocab=TWO), H100).rows is None
+    assert unit_of_rows(odd.model.vocab, 4, 4) is None and balanced(odd, Plan(vocab=TWO), H100)[0].vocab_rows is None

@@ -314,9 +314,8 @@ def test_plan_chooses_among_what_fits_and_lists_it_first(small, evaluations):
         ("zb-h1", "plain", "3.000"),
         ("1f1b", "plain", "1.000"),
     ]
-    assert rows[-1][-1] == "memory" and re.match(
-        "smaller: no run without megatron_vp fits into 79.1 GiB; this", lines[0]
-    )
+    assert rows[-1][-1] == "memory" and lines[0].startswith("smaller: ")
+    assert "which does not fit into 79.1 GiB" in lines[0]
     assert evaluations[1][0].chunks == 4
     document = json.loads(run("plan", small, "--format", "json").stdout)
     assert document["best"] == 1 and [each["fits"] for each in document["plans"]] == [False, True, True]
@@ -342,24 +341,6 @@ def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, eval
         assert isinstance(error, UserError) and said in str(error)
 
 
-def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_path):
-    file = tmp_path / "best.json"
-    planned = run("plan", small, "--hardware", "h100", "--format", "json", "--write-schedule", file)
-    assert planned.exit_code == 0, planned.output
-    best = json.loads(planned.stdout)
-    best = best["plans"][best["best"]]
-    method = [] if best["method"] in ("plain", "redistributed") else ["--vocab-parallel"]
-    rows = ",".join(map(str, best["vocab_rows"] or ()))
-    method += ["--vocab-parallel-algorithm", best["method"], "--vocab-shards", rows] if "-" in best["method"] else []
-    layout = ["--pipeline-model-parallel-layout", layout_of(best["layers"])] if best["layers"] else []
-    job = ["simulate", small, "--hardware", "h100", "--format", "json", *method, *layout]
-    by_file = run(*job, "--pipeline-schedule", file)
-    assert by_file.exit_code == 0, by_file.output
-    assert json.loads(by_file.stdout)["plan"]["iteration_seconds"] == pytest.approx(best["iteration_seconds"])
-    refused = run(*job, "--pipeline-schedule", file, "--global-batch-size", 64)
-    assert "8 microbatches, but" in str(refused.exception)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -369,7 +350,6 @@ def test_the_best_schedule_is_written_and_simulated_from_its_file(small, tmp_pat
         (["--memory", "-1"], "to 512; got -1"),
         (["--memory", "80000"], "--memory is in GiB per rank, from 0.01 to 512; got 80000"),
         (["--memory", "40000", "--hardware", "cpu"], "from 0.01 to 16384; got 40000"),
-        (["--nodes", "130000"], "--nodes 130000 is too large: give at most 125000"),
         (["--seq-length", "1000000000"], "--seq-length 1000000000 is not a whole number from 1 to 268435456"),
         (["--clip-grad=-inf"], "--clip-grad -inf is not a finite number"),
         (["--global-batch-size", "100000000"], "4 pipeline ranks x 100000000 microbatches are 400,000,000"),

@@ -11,7 +11,7 @@ from megatron_vp.cost.layers.shapes import Job, ModelShape, Plan
 from megatron_vp.cost.planning import samples
 from megatron_vp.cost.planning.candidates import balanced_layers, candidates, placed_heads
 from megatron_vp.cost.planning.choice import judge
-from megatron_vp.cost.planning.offloading import fitted_evaluation, flexible_candidates, with_limit
+from megatron_vp.cost.planning.offloading import fitted_evaluation, with_limit
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.search import Search
 from megatron_vp.cost.planning.variants import Variant
@@ -183,26 +183,27 @@ def test_the_verdict_compares_with_what_megatron_can_do(runs, answer, best, riva
         assert found.speedup == found.rival.iteration_seconds / found.best.iteration_seconds
 
 
-def _whole_bases(candidate, job):
-    return [evaluate(replace(candidate, schedule=base.name), job, H100) for base in FAMILIES["v-flex"].bases]
-
-
 def test_memory_between_two_schedules_gets_one_of_its_own():
-    job = replace(JOB, pipeline=6, model=replace(MODEL, vocab=32768))
-    tried = {each[0].vocab: each for each in flexible_candidates(job, H100)}
-    assert set(tried) == {VocabMethod.NONE, VocabMethod.VOCAB_1, VocabMethod.VOCAB_2}
-    candidate, largest = asked = tried[VocabMethod.VOCAB_1]
-    assert (candidate.schedule, largest.schedule) == ("v-flex", "zb-v")
-    most, middle, least = _whole_bases(candidate, job)
+    job, bases = replace(JOB, pipeline=6, model=replace(MODEL, vocab=32768)), FAMILIES["v-flex"].bases
+    most, middle, least = (evaluate(Plan(base.name, VocabMethod.VOCAB_1), job, H100) for base in bases)
+    plan = Plan("v-flex", VocabMethod.VOCAB_1)
     limit = (most.peak_memory + middle.peak_memory) / 2
-    (found,) = fitted_evaluation(*asked, job, H100, limit)
+    (found,) = fitted_evaluation(plan, most, limit)
     assert found.fits(limit) and not most.fits(limit)
     assert found.iteration_seconds < middle.iteration_seconds
-    fitted = found.plan
-    assert found.document(limit)["activation_limit"] == fitted.activation_limit == fitted.label.removeprefix("v-flex ")
-    assert settings_of({}, fitted, job)["activation_limit"] == fitted.activation_limit
-    again = with_limit(job, replace(fitted, shape="", activation_limit=""), H100, fitted.activation_limit)
-    assert evaluate(again, job, H100).fits(limit)
-    assert fitted_evaluation(*asked, job, H100, most.peak_memory) == [], "zb-v fits"
-    assert fitted_evaluation(*asked, job, H100, 0.3 * least.peak_memory) == [], "nothing fits"
-    assert flexible_candidates(replace(job, pipeline=32, model=replace(MODEL, layers=32)), H100) == []
+    text = found.plan.activation_limit
+    assert found.document(limit)["activation_limit"] == text == found.plan.label.removeprefix("v-flex ")
+    assert settings_of({}, found.plan, job)["activation_limit"] == text
+    assert evaluate(with_limit(job, plan, H100, text), job, H100).fits(limit)
+    assert fitted_evaluation(plan, most, 0.3 * least.peak_memory) == [], "nothing fits"
+
+
+def test_a_search_fits_flexible_schedules_only_where_they_may_gain():
+    job = replace(JOB, pipeline=6, model=replace(MODEL, vocab=32768))
+    whole = Search([Variant(job, {})], H100, H100.memory).run()
+    assert not any(each.plan.shape for each in whole.found)
+    most, least = (
+        min(each.peak_memory for each in whole.found if each.plan.schedule == name) for name in ("zb-v", "v-min")
+    )
+    fitted = Search([Variant(job, {})], H100, (most + least) / 2).run()
+    assert any(each.plan.shape for each in fitted.fitting)

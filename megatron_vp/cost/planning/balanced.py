@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
@@ -17,7 +17,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import ROUNDING, bound
 from megatron_vp.cost.planning.layer_division import divisions, fill, layer_seconds
-from megatron_vp.cost.planning.predict import Prediction, make_simulator, predict
+from megatron_vp.cost.planning.predict import Prediction, evaluate, make_simulator
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import layers_of, single_microbatch, stage_times
 from megatron_vp.cost.ranks.pass_times import PassTimes, Split
@@ -47,25 +47,6 @@ needs least memory is chosen.
 """
 
 
-@dataclass(frozen=True)
-class Shards:
-    """Layers of every virtual stage and vocabulary rows of every pipeline rank.
-
-    layers: None if all stages have equally many layers.
-    rows: summed over the tensor ranks of each pipeline rank; None for even shards.
-    gain: predicted speed-up. `balanced` compares with even shards in the user's layout, or in training's default layout
-        if the user gave none.
-    """
-
-    layers: tuple[int, ...] | None
-    rows: tuple[int, ...] | None
-    gain: float = 1.0
-
-    def plan(self, plan: Plan) -> Plan:
-        """Return a copy of `plan` that uses these shards."""
-        return replace(plan, layers=self.layers, vocab_rows=self.rows)
-
-
 @gc_paused()
 def balanced(
     job: Job,
@@ -73,8 +54,9 @@ def balanced(
     hardware: Hardware,
     memory_limit: float | None = None,
     layout_given: bool = False,
-) -> Shards:
-    """Choose layers and rows with which `plan` (vocab-1 or vocab-2) is predicted to be fastest within `memory_limit`.
+) -> tuple[Plan, float]:
+    """Return `plan` (vocab-1 or vocab-2) with the layers and rows with which it is predicted to be fastest within
+    `memory_limit`, and its speed-up over even shards in the user's layout or, if there is none, training's own.
 
     Args:
         plan: its `vocab_rows` are ignored.
@@ -90,15 +72,14 @@ def balanced(
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _Search(job, plan, hardware, memory_limit if hardware.is_gpu else None)
     even = search.even
-    kept = Shards(even.layers, None)
     if not plan.vocab.is_sharded or search.unit is None or not (hardware.is_gpu or even.layers):
-        return kept
+        return even, 1.0
     first = search.predict(even)
     # If the even shards fit, they are kept unless another plan takes at most `longest` seconds. No plan whose lower
     # bound exceeds `longest` is simulated: it is too slow to replace the even shards, or to tie with the fastest plan.
     longest = first.iteration_seconds / (1 + EVEN_BAND) if search.fits(first) else math.inf
     if search.least_of_all() > longest:
-        return kept
+        return even, 1.0
     found = [first]
     least = {each: search.least(each) for each in search.candidates()}
     for each in sorted(least, key=least.__getitem__):
@@ -109,10 +90,10 @@ def balanced(
     found = list(filter(search.fits, found)) or found
     fastest = min(each.iteration_seconds for each in found)
     if first in found and first.iteration_seconds <= (1 + EVEN_BAND) * fastest:
-        return kept
+        return even, 1.0
     tied = (each for each in found if each.iteration_seconds <= (1 + TIE) * fastest)
     best = min(tied, key=lambda each: each.peak_memory)
-    return Shards(best.plan.layers, best.plan.vocab_rows, first.iteration_seconds / best.iteration_seconds)
+    return best.plan, first.iteration_seconds / best.iteration_seconds
 
 
 def least_of_all(job: Job, plan: Plan, hardware: Hardware) -> float:
@@ -130,7 +111,7 @@ class _Search:
 
     def __init__(self, job: Job, plan: Plan, hardware: Hardware, memory_limit: float | None) -> None:
         self.job, self.plan, self.hardware, self.limit = job, plan, hardware.alike, memory_limit
-        self.sample, self.single, self.times = sampled(job), single_microbatch(plan, job), PassTimes(job, hardware)
+        self.single, self.times = single_microbatch(plan, job), PassTimes(job, hardware)
         self.placement = self.single.placement
         fixed = family(plan.schedule).fixed is not None
         self.unit = None if fixed else unit_of_rows(job.model.vocab, job.pipeline, job.tensor)
@@ -140,7 +121,7 @@ class _Search:
         layers_of(job, self.even, self.placement)
 
     def predict(self, plan: Plan) -> Prediction:
-        return predict(self.job, plan, self.hardware, sample=self.sample)
+        return evaluate(plan, self.job, self.hardware)
 
     def fits(self, found: Prediction) -> bool:
         return self.limit is None or found.fits(self.limit)
@@ -231,7 +212,7 @@ class _Search:
     @cached_property
     def order(self) -> Schedule:
         """The schedule with even shards, whose pass order serves to predict the memory peak of each rank."""
-        return make_simulator(self.sample, self.even, self.hardware).schedule
+        return make_simulator(sampled(self.job), self.even, self.hardware).schedule
 
 
 def unit_of_rows(vocab: int, ranks: int, tensor: int) -> int | None:

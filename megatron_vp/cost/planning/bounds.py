@@ -21,8 +21,8 @@ from megatron_vp.cost.planning.predict import after_passes, memory_model
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import single_microbatch, stage_costs
 from megatron_vp.cost.ranks.outside import FRAGMENTS
-from megatron_vp.cost.ranks.rank_memory import WORKSPACES, MemoryModel, RankMemory
-from megatron_vp.schedule import StageCosts, VocabMethod
+from megatron_vp.cost.ranks.rank_memory import WORKSPACES
+from megatron_vp.schedule import VocabMethod
 from megatron_vp.schedule.interlaced import EMBEDDED_AHEAD
 from megatron_vp.schedule.reorder import EMBEDDING_GRADIENTS
 
@@ -88,7 +88,10 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
     split, sharded = single.split_backward, plan.vocab.is_sharded
     whole = costs.B if split else tuple(map(sum, zip(costs.B, costs.W, strict=True)))
     before, behind = ([0.0, *accumulate(times)] for times in (costs.F, whole))
-    turn = _turn(plan.vocab, costs)
+    # The shortest time between F and B of a microbatch on the last stage, while all ranks run S and, with vocab-1, T.
+    # With vocab-2, T may come after the last backward.
+    scored = [s + (t if plan.vocab is VocabMethod.VOCAB_1 else 0.0) for s, t in zip(costs.S, costs.T, strict=True)]
+    turn, gradient = max(scored, default=0.0), 4 if job.wide_gradients else job.element_bytes
     work = [sum(costs.duration(single, rank, step) for step in single.ranks[rank]) for rank in range(job.pipeline)]
     after = after_passes(job, plan, single, hardware)
     simulated = sampled(job).microbatches
@@ -117,35 +120,14 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
             seconds = max(seconds, idle + simulated * held / peaks[rank])
         buffers, *_, logits = sorted(memory.shared(rank))
         if sharded:
-            # Logits are held from S to T. With vocab-2, only the time of S is counted, because T may come after the
-            # last backward.
-            scored = costs.S[rank] + (costs.T[rank] if plan.vocab is VocabMethod.VOCAB_1 else 0.0)
-            byte_seconds += scored * (logits - buffers)
-        always, byte_seconds = _always(memory, rank, own, buffers), (1 + FRAGMENTS) * byte_seconds
+            byte_seconds += scored[rank] * (logits - buffers)  # Logits are held from S to T.
+        weights = own.parameters + own.optimizer + gradient * memory.parameters(rank)
+        always = weights + (1 + FRAGMENTS) * (own.communication + WORKSPACES + buffers) + own.outside
+        byte_seconds *= 1 + FRAGMENTS
         least = max(least, always if away else own.total)
         expected = max(expected, always + (1 + FRAGMENTS) * (logits - buffers) + byte_seconds / held * peaks[rank])
         ranks.append(HeldBytes(always, simulated * byte_seconds, idle))
     return Bound(seconds, least, tuple(ranks), expected)
-
-
-def _turn(vocab: VocabMethod, costs: StageCosts) -> float:
-    """Shortest time between F and B of a microbatch on the last stage, while all ranks run S and, with vocab-1, T."""
-    if not vocab.is_sharded:
-        return 0.0
-    return max(costs.S) + (max(costs.T) if vocab is VocabMethod.VOCAB_1 else 0.0)
-
-
-def weight_bytes(memory: MemoryModel, rank: int, own: RankMemory) -> float:
-    """Bytes of a rank's weights, their gradients and its optimizer states."""
-    job = memory.job
-    gradient = 4 if job.wide_gradients else job.element_bytes
-    return own.parameters + own.optimizer + gradient * memory.parameters(rank)
-
-
-def _always(memory: MemoryModel, rank: int, own: RankMemory, buffers: float) -> float:
-    """Bytes that a rank holds during every pass, however few microbatches are in flight."""
-    moving = own.communication + WORKSPACES + buffers
-    return weight_bytes(memory, rank, own) + (1 + FRAGMENTS) * moving + own.outside
 
 
 def time_and_memory(run: Any) -> tuple[float, float]:
@@ -160,12 +142,6 @@ def frontier[Run](runs: Iterable[Run], point: Callable[[Run], tuple[float, float
         if not found or point(run)[1] < point(found[-1])[1]:
             found.append(run)
     return found
-
-
-def thinned[Item](items: list[Item], most: int) -> list[Item]:
-    """Select `most` evenly spaced items, including the first and the last; all if there are not more than `most`."""
-    last = len(items) - 1
-    return items if last < most else [items[round(place * last / (most - 1))] for place in range(most)]
 
 
 @dataclass
@@ -198,7 +174,3 @@ class Front:
             bound.seconds <= seconds * (1 + ROUNDING) and bound.memory_within(seconds) * (1 - ROUNDING) < memory
             for seconds, memory in zip(times, most, strict=False)
         )
-
-    def expects(self, bound: Bound) -> bool:
-        """Like `may_gain`, but treats `bound.expected` as another lower bound on memory."""
-        return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))

@@ -34,17 +34,17 @@ class Verdict:
     answer: str
     best: Prediction
     rival: Prediction | None
-    ours: Prediction | None
+    ours: Prediction
 
     @property
     def speedup(self) -> float | None:
         """The rival's time over that of `ours`."""
-        return self.ours and self.rival and self.rival.iteration_seconds / self.ours.iteration_seconds
+        return None if self.rival is None else self.rival.iteration_seconds / self.ours.iteration_seconds
 
     @property
     def memory_saved(self) -> float | None:
         """Bytes that the fullest rank needs less than that of the rival."""
-        return self.ours and self.rival and self.rival.peak_memory - self.ours.peak_memory
+        return None if self.rival is None else self.rival.peak_memory - self.ours.peak_memory
 
 
 def judge(runs: Sequence[Prediction], limit: float) -> Verdict:

@@ -6,7 +6,6 @@ work, such as vocabulary layers.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -102,12 +101,9 @@ def divisions(work: Sequence[float], placement: Placement, cost: Sequence[float]
     """
     p, units = placement.ranks, len(cost) - 1
     everyone, slope = range(p), sloping(work, p)
-    shares = {count: cost[-(-units // count)] for count in range(1, p)}
-    groups: list[list[tuple[list[float], range]]] = [
-        *([(extra, everyone)] for extra in ([0.0] * p, slope, slope[::-1])),
-        [([share] * count + [0.0] * (p - count), everyone[:count]) for count, share in shares.items()],
-        [([0.0] * (p - count) + [share] * count, everyone[p - count :]) for count, share in shares.items()],
-    ]
+    first = [([cost[-(-units // count)]] * count + [0.0] * (p - count), everyone[:count]) for count in range(1, p)]
+    last = [(extra[::-1], everyone[p - len(holders) :]) for extra, holders in first]
+    groups = [*([(extra, everyone)] for extra in ([0.0] * p, slope, slope[::-1])), first, last]
     return [
         [(layers, holders) for extra, holders in group if (layers := divided(work, placement, extra))]
         for group in groups
@@ -135,16 +131,11 @@ def fill(work: Sequence[float], cost: Sequence[float], most: Sequence[int]) -> t
     if sum(units) > total:
         units = [0] * len(work)
 
-    def after_one_more(rank: int) -> tuple[float, int]:
-        return work[rank] + cost[units[rank] + 1], rank
+    def after_one_more(rank: int) -> float:
+        return work[rank] + cost[units[rank] + 1]
 
-    queue = [after_one_more(rank) for rank, cap in enumerate(most) if units[rank] < cap]
-    heapq.heapify(queue)
     for _ in range(total - sum(units)):
-        _, rank = heapq.heappop(queue)
-        units[rank] += 1
-        if units[rank] < most[rank]:
-            heapq.heappush(queue, after_one_more(rank))
+        units[min((rank for rank, cap in enumerate(most) if units[rank] < cap), key=after_one_more)] += 1
     return tuple(units)
 
 

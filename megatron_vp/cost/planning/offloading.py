@@ -8,14 +8,12 @@ from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import GIB, Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.candidates import MOST_BALANCED, candidates
-from megatron_vp.cost.planning.predict import Prediction, evaluate, make_simulator, memory_model, predict
+from megatron_vp.cost.planning.predict import Prediction, evaluate, predict
 from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, single_microbatch, stage_costs
 from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.job_config import JobConfig
-from megatron_vp.schedule import FAMILIES, Costs, family
+from megatron_vp.schedule import Costs, family
 from megatron_vp.schedule.flex import fitted, microbatches_of_limit
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
@@ -71,43 +69,25 @@ def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware) -> float:
     return max(loads)
 
 
-def flexible_candidates(job: Job, hardware: Hardware) -> list[tuple[Plan, Plan]]:
-    """Each flexible schedule with each vocabulary method and with the layers of the base that needs the most memory,
-    and the plan of this base.
+def fitted_evaluation(plan: Plan, largest: Prediction, limit: float) -> list[Prediction]:
+    """Fit the flexible schedule of `plan` to `limit` bytes per rank, and evaluate it. Return nothing if no shape fits.
 
-    The list is empty for more than MOST_BALANCED ranks, because the search for a shape would take too long.
+    `largest` is a run of its largest base, which does not fit.
     """
-    if job.pipeline > MOST_BALANCED:
-        return []
-    tried = candidates(job, hardware)
-    return [
-        (replace(each, schedule=record.name), each)
-        for record in FAMILIES.values()
-        for each in tried
-        if record.bases and each.schedule == record.bases[0].name
-    ]
-
-
-def fitted_evaluation(plan: Plan, largest: Plan, job: Job, hardware: Hardware, limit: float) -> list[Prediction]:
-    """Fit the plan's flexible schedule to `limit` bytes per rank, and evaluate it. Return nothing if its `largest`
-    base fits, or if no shape does.
-    """
+    job, hardware = largest.job, largest.hardware
     sample = replace(job, microbatches=min(job.microbatches, FITTED_PER_RANK * job.pipeline))
+    # Whatever a rank needs too much must come from its activations, which take their fragments with them.
+    room = min(rank.activations - (rank.total - limit) / (1 + FRAGMENTS) for rank in largest.memory)
+    chunks = family(plan.schedule).chunks_of(None)
+    first = math.floor(chunks * room / largest_microbatch(job, largest.plan, hardware))
     try:
-        found = evaluate(largest, job, hardware)
-        if found.fits(limit):
-            return []
-        # Whatever a rank needs too much must come from its activations, which take their fragments with them.
-        room = min(rank.activations - (rank.total - limit) / (1 + FRAGMENTS) for rank in found.memory)
-        chunks = family(plan.schedule).chunks_of(None)
-        first = math.floor(chunks * room / largest_microbatch(job, largest, hardware))
         request = plan.request(sample, costs=order_costs(sample, plan, hardware))
         for count in range(first, max(0, first - STEPS), -1):
             shape, text = fitted(request, count / chunks).shape, f"{count / chunks:g}"
             found = evaluate(replace(plan, shape=shape, activation_limit=text), job, hardware)
             if found.fits(limit):
                 return [found]
-    except UserError:  # The largest base cannot run the job, or no shape of the flexible schedule fits.
+    except UserError:
         pass
     return []
 
@@ -146,12 +126,6 @@ def with_limit(job: Job, plan: Plan, hardware: Hardware, limit: str, costs: Cost
     return min(found, key=lambda each: each.timeline.makespan).plan
 
 
-def with_given_limit(config: JobConfig, plan: Plan, job: Job, hardware: Hardware) -> Plan:
-    """Fit a configuration's `plan` to its `--activation-limit`, if given. Raises UserError if `with_limit` does."""
-    limit = config.get("activation_limit")
-    return plan if limit is None else with_limit(job, plan, hardware, str(limit))
-
-
 def largest_microbatch(job: Job, plan: Plan, hardware: Hardware) -> float:
     """Bytes of a microbatch's activations on the rank where they take the most memory."""
     schedule = plan.request(job, microbatches=min(job.microbatches, 2 * job.pipeline)).schedule()
@@ -180,27 +154,14 @@ def fullest_node(job: Job, hardware: Hardware, host: Sequence[float]) -> float:
     )
 
 
-def check_offload(prediction: Prediction) -> None:
-    """Raise UserError if no activations are offloaded or, with the number of chunks that fit, if a node has too little
-    memory for them.
-    """
-    schedule, plan, hardware = prediction.timeline.schedule, prediction.plan, prediction.hardware
-    check_offloaded(schedule)
-    job = replace(prediction.job, microbatches=schedule.microbatches)
-
-    def needed(chunks: int) -> float:
-        other = replace(plan, offload_chunks=chunks)
-        memory = memory_model(job, other, make_simulator(job, other, hardware).schedule, hardware)
-        return fullest_node(job, hardware, list(map(memory.host, range(job.pipeline))))
-
-    room, asked = host_room(hardware), needed(plan.offload_chunks)
-    if asked <= room:
-        return
-    fits = next((chunks for chunks in range(plan.offload_chunks - 1, 0, -1) if needed(chunks) <= room), 0)
-    least = (
-        f"use --offload-chunks {fits}" if fits else "not even one chunk per rank fits, so leave --offload-chunks out"
-    )
-    raise UserError(
-        f"--offload-chunks {plan.offload_chunks} needs {asked / GIB:.0f} GiB of host memory per node, but activations "
-        f"may use only {room / GIB:.0f} of its {hardware.host.memory * hardware.gpus_per_node / GIB:.0f} GiB: {least}"
-    )
+def check_offload(found: Prediction) -> None:
+    """Raise UserError if no activations are offloaded, or if a node has too little memory for them."""
+    check_offloaded(found.timeline.schedule)
+    asked = fullest_node(found.job, found.hardware, [rank.host for rank in found.copies])
+    room = host_room(found.hardware)
+    if asked > room:
+        raise UserError(
+            f"--offload-chunks {found.plan.offload_chunks} needs {asked / GIB:.0f} GiB of host memory per node, but "
+            f"activations may use only {room / GIB:.0f} GiB ({100 * HOST_SHARE:.0f} % of it): offload fewer chunks, or "
+            "leave --offload-chunks out"
+        )

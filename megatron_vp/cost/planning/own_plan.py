@@ -8,7 +8,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced
-from megatron_vp.cost.planning.offloading import with_given_limit
+from megatron_vp.cost.planning.offloading import with_limit
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.virtual_stages import layers_given
@@ -21,7 +21,8 @@ def own_plan(config: JobConfig, job: Job, hardware: Hardware, limit: float | Non
 
     Raises UserError if the configuration contradicts itself or the job, or if nothing fits.
     """
-    return with_given_limit(config, with_shards(config, plan_of(config), job, hardware, limit), job, hardware)
+    plan, activations = with_shards(config, plan_of(config), job, hardware, limit), config.get("activation_limit")
+    return plan if activations is None else with_limit(job, plan, hardware, str(activations))
 
 
 def with_shards(
@@ -45,4 +46,4 @@ def with_shards(
         return plan
     if isinstance(choice, tuple):
         return replace(plan, vocab_rows=choice)
-    return balanced(job, plan, hardware, memory_limit, layers_given(config) is not None).plan(plan)
+    return balanced(job, plan, hardware, memory_limit, layers_given(config) is not None)[0]

@@ -4,6 +4,7 @@ measured costs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -33,17 +34,13 @@ SMALL = 0.05
 
 @dataclass(frozen=True)
 class RankCopies:
-    """Seconds and bytes of the copies between device and host on one rank.
+    """Copies between device and host on one rank.
 
-    chunks: the offloaded chunks; fewer than requested if activations would be needed before they are copied out.
     host: peak bytes in host memory.
-    bytes: bytes copied per microbatch in one direction.
     load: ratio of copy time to computing time.
     """
 
-    chunks: tuple[int, ...]
     host: float
-    bytes: float
     load: float
 
 
@@ -148,15 +145,11 @@ class Prediction:
         if not self.plan.offload_chunks:
             return ()
         timeline, schedule = self.timeline, self.timeline.schedule
-        memory = memory_model(self.job, self.plan, schedule, self.hardware)
-        took, found = copy_seconds(memory), []
-        for rank in range(self.job.pipeline):
-            chunks = tuple(chunk for where, chunk in schedule.offloaded if where == rank)
-            lane = schedule.microbatches * sum(took[way, rank, chunk] for way in (True, False) for chunk in chunks)
-            stages = schedule.placement.stage_of[rank]
-            sizes = sum(memory.offloaded(stages[chunk]) for chunk in chunks)
-            found.append(RankCopies(chunks, memory.host(rank), sizes, lane / timeline.busy[rank]))
-        return tuple(found)
+        memory, taken = memory_model(self.job, self.plan, schedule, self.hardware), defaultdict[int, float](float)
+        for (_, rank, chunk), took in copy_seconds(memory).items():
+            if (rank, chunk) in schedule.offloaded:
+                taken[rank] += schedule.microbatches * took
+        return tuple(RankCopies(memory.host(rank), taken[rank] / busy) for rank, busy in enumerate(timeline.busy))
 
     def bound_by(self, limit: float) -> str:
         """The run's bottleneck, in one or two words; `compute` if all parts other than the work are small."""

@@ -27,12 +27,12 @@ from megatron_vp.cost.planning.balanced import balanced, least_of_all
 from megatron_vp.cost.planning.bounds import SLOWEST, Bound, Front, HeldBytes, bound, frontier, time_and_memory
 from megatron_vp.cost.planning.candidates import MOST_BALANCED, candidates, refusal
 from megatron_vp.cost.planning.choice import Verdict, judge
-from megatron_vp.cost.planning.offloading import fits_host, fitted_evaluation, flexible_candidates, offloaded
+from megatron_vp.cost.planning.offloading import fits_host, fitted_evaluation, offloaded
 from megatron_vp.cost.planning.predict import Prediction, evaluate
 from megatron_vp.cost.planning.variants import Variant
 from megatron_vp.cost.planning.workers import worker_pool
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import VocabMethod, family
+from megatron_vp.schedule import FAMILIES, VocabMethod
 
 BUDGET = 250
 """Default limit on the number of simulations that a search counts against its `budget`."""
@@ -103,21 +103,13 @@ class Search:
             self._simulate("predicting", self._own_options())
             if not self.found and len(self.tried) == len(self.own) and self.impossible:
                 raise UserError(f"no schedule can run this job: {self.impossible[0][1]}")
-            options = self._bounded()
+            options, left = self._bounded(), list[Option]()
             self.count = len(self.found) + len(options)
-            left = list[Option]()
             for away in (False, True):
                 turns = [option for option in options if bool(option.plan.offload_chunks) is away]
-                rest = self.budget
-                for what, gains in (("simulating", self.front.expects), ("simulating others", self.front.may_gain)):
-
-                    def wanted(option: Option, gains: Callable[[Bound], bool] = gains) -> bool:
-                        return gains(option.bound)
-
-                    turns, rest = self._simulate(what, turns, wanted, rest)
-                left += turns
-            left, _ = self._simulate("comparing", left, self._may_lead, COMPARED)
-            self.untried = [option for option in left if self.front.may_gain(option.bound)]
+                left += self._simulate("simulating", turns, self._may_gain, self.budget)
+            left = self._simulate("comparing", left, self._may_lead, COMPARED)
+            self.untried = list(filter(self._may_gain, left))
             self._fit()
         self.found.sort(key=time_and_memory)
         return self
@@ -173,10 +165,8 @@ class Search:
         options: Sequence[Option],
         wanted: Callable[[Option], bool] = lambda option: True,
         budget: float = math.inf,
-    ) -> tuple[list[Option], float]:
-        """Simulate options in turn, TOGETHER at once, if they are `wanted` when it is their turn. Return the others and
-        the rest of the budget.
-        """
+    ) -> list[Option]:
+        """Simulate options in turn, TOGETHER at once, if they are `wanted` when it is their turn. Return the others."""
         turns, left = deque(options), list[Option]()
         together = TOGETHER if budget < math.inf else len(options)
         while turns and budget > 0:
@@ -195,7 +185,7 @@ class Search:
             for done, (option, future) in enumerate(batch, start=len(options) - len(turns) - len(batch) + 1):
                 self._settle(option, future.result())
                 self.progress(what, done, len(options))
-        return [*left, *turns], budget
+        return [*left, *turns]
 
     def _settle(self, option: Option, found: Sequence[Prediction] | str) -> None:
         """Note an option's simulated runs, or the reason why the job cannot run it with its own sizes."""
@@ -215,6 +205,9 @@ class Search:
                 if each.plan.vocab is not VocabMethod.INTERLACED:
                     self.front.add(*time_and_memory(each))
 
+    def _may_gain(self, option: Option) -> bool:
+        return self.front.may_gain(option.bound)
+
     def _may_lead(self, option: Option) -> bool:
         """Whether an option may be the fastest run that Megatron itself supports."""
         best = min((each.iteration_seconds for each in self.fitting if each.plan.in_megatron), default=math.inf)
@@ -222,22 +215,19 @@ class Search:
         return option.plan.in_megatron and least.seconds < best and least.memory_within(best) <= self.limit
 
     def _fit(self) -> None:
-        """Fit flexible schedules to the limit, with the job's own sizes and those of the fastest run that fits. Only a
-        run of a smaller base that fits can become faster in this way.
+        """Fit flexible schedules to the limit where their largest base does not fit: with the job's own sizes, and with
+        those of the fastest run that fits.
         """
-        fitting, running = self.fitting, []
-        fastest = min(fitting, key=time_and_memory, default=None)
-        sizes = {each.job: each.settings for each in ([fastest] if fastest else [])}
-        sizes = {each.job: each.settings for each in self.own} | sizes
-        for job, settings in sizes.items():
-            for plan, largest in flexible_candidates(job, self.hardware):
-                own = [each for each in fitting if each.job == job and each.plan.vocab is plan.vocab]
-                bases = {base.name for base in family(plan.schedule).bases}
-                if any(each.plan.schedule in bases for each in own) and all(each.plan != largest for each in own):
-                    asked = plan, largest, job, self.hardware, self.limit
-                    running.append((settings, self.pool.submit(fitted_evaluation, *asked)))
-        for settings, future in running:
-            self._add(future.result(), settings)
+        flexible = {record.bases[0].name: record.name for record in FAMILIES.values() if record.bases}
+        jobs = [each.job for each in (*self.own, *sorted(self.fitting, key=time_and_memory)[:1])]
+        running = [
+            (each, self.pool.submit(fitted_evaluation, replace(each.plan, schedule=flexible[name]), each, self.limit))
+            for each in self.found
+            if (name := each.plan.schedule) in flexible and each.job in jobs and not each.fits(self.limit)
+            if each.job.pipeline <= MOST_BALANCED and not each.plan.offload_chunks and not each.plan.vocab_rows
+        ]
+        for largest, future in running:
+            self._add(future.result(), largest.settings)
 
 
 def is_balanced(plan: Plan, job: Job) -> bool:
@@ -253,7 +243,7 @@ def evaluations(plan: Plan, job: Job, hardware: Hardware, limit: float) -> list[
     try:
         plans = [plan]
         if is_balanced(plan, job) and plan.vocab_rows is None:
-            assigned = balanced(job, plan, hardware, limit).plan(plan)
+            assigned = balanced(job, plan, hardware, limit)[0]
             plans += [assigned] if assigned.vocab_rows is not None else []
         return [found for each in plans if fits_host(found := evaluate(each, job, hardware))]
     except UserError as error:

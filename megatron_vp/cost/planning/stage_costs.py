@@ -54,29 +54,27 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
     stages = stage_times(times, plan.vocab, layers_of(job, plan, placement), schedule.split_backward)
     passes = [(0.0,) * 4] * placement.ranks
     if plan.vocab.is_sharded:
-        rows = plan.shard_rows(job)
+        rows = [None] * placement.ranks if plan.vocab_rows is None else plan.shard_rows(job)
         by_rows = {each: times.vocabulary_passes(plan.vocab, each) for each in {*rows}}
-        if plan.vocab_rows is None:
-            by_rows = dict.fromkeys(by_rows, times.vocabulary_passes(plan.vocab))
         passes = [by_rows[each] for each in rows]
     work = [sum(sum(stages[stage]) for stage in row) for row in placement.stage_of]
     pace = _pace([own + sum(each) for own, each in zip(work, passes, strict=True)], job.gpus, hardware.constants)
-    placed_at = [pace[placement.rank_of(stage)] for stage in range(placement.stages)]
     vocabulary: dict[str, tuple[float, ...]] = {}
     if plan.vocab.is_sharded:
-        for place, name in enumerate(("S", "T", "IF", "IB")):
-            vocabulary[name] = tuple(each[place] * factor for each, factor in zip(passes, pace, strict=True))
+        slowed = [[took * factor for took in each] for each, factor in zip(passes, pace, strict=True)]
+        vocabulary = dict(zip(("S", "T", "IF", "IB"), zip(*slowed, strict=True), strict=True))
     elif plan.vocab is VocabMethod.INTERLACED:
         whole = sum(times.output_shard(plan.vocab)) + sum(times.synchronous_embedding())
         vocabulary = {"V": tuple(whole * factor + times.synchronous_vocabulary() for factor in pace)}
     copies: dict[tuple[bool, int, int], float] = {}
     if plan.offload_chunks:
-        model = MemoryModel(job, schedule, layers_of(job, plan, placement), hardware)
-        copies = copy_seconds(model)
+        copies = copy_seconds(MemoryModel(job, schedule, layers_of(job, plan, placement), hardware))
+    slowed = [[took * pace[placement.rank_of(stage)] for took in split] for stage, split in enumerate(stages)]
+    F, B, W = zip(*slowed, strict=True)
     return StageCosts(
-        F=tuple(split.F * factor for split, factor in zip(stages, placed_at, strict=True)),
-        B=tuple(split.B * factor for split, factor in zip(stages, placed_at, strict=True)),
-        W=tuple(split.W * factor for split, factor in zip(stages, placed_at, strict=True)),
+        F,
+        B,
+        W,
         **vocabulary,
         messages=times.messages(placement),
         collectives=times.collectives(plan.vocab, _members(plan, placement)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -32,8 +33,8 @@ DIMENSIONS = {
 }
 """The dimensions that a search varies, each with its Megatron arguments. Data parallelism uses the remaining GPUs."""
 
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-NO_RECOMPUTE = dict.fromkeys(FULL_RECOMPUTE)
+SPLITTING = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+"""Arguments that split a replica over GPUs."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def variants(
     if arguments.get("global_batch_size") is None:
         raise UserError("a search needs a fixed global batch size: set --global-batch-size")
     # Errors that do not depend on the searched sizes, such as a missing hidden size, are raised here.
-    job_of({name: value for name, value in arguments.items() if name not in _varied(())} | {"micro_batch_size": 1})
+    varied = {name for names in DIMENSIONS.values() for name in names}
+    job_of({name: value for name, value in arguments.items() if name not in varied} | {"micro_batch_size": 1})
     reason = f"the product of the parallel sizes fixed by --keep {', '.join(keep)} does not divide the number of GPUs"
     found = []
     for sizes in _sizes(arguments, gpus, hardware, keep):
@@ -85,41 +87,29 @@ def variants(
     return [*(Variant(job, {}) for job in own), *(each for each in found if each.job not in own)]
 
 
-def _varied(keep: Collection[str]) -> set[str]:
-    return {name for dimension, names in DIMENSIONS.items() if dimension not in keep for name in names}
-
-
 def _sizes(
     arguments: Mapping[str, Any], gpus: int, hardware: Hardware, keep: Collection[str]
 ) -> Iterator[dict[str, Any]]:
     """Yield all combinations of the searched sizes that use all GPUs."""
-
-    def own(dimension: str, tried: Sequence[int]) -> Sequence[int]:
-        return [arguments.get(DIMENSIONS[dimension][0]) or 1] if dimension in keep else tried
-
     experts, sequence, layers = (arguments.get(name) or 0 for name in ("num_experts", "seq_length", "num_layers"))
     pattern = pattern_in(arguments)
     if pattern is not None:
         layers = len(pattern.letters)
-    tensor = own("tensor", [size for size in _powers(hardware.gpus_per_node) if size <= gpus])
-    context = own("context", [size for size in _powers(gpus) if size == 1 or sequence // size >= CONTEXT_TOKENS])
-    expert = own("expert", [size for size in _powers(gpus) if size == 1 or (experts and experts % size == 0)])
-    kept = {name: arguments.get(name) for name in FULL_RECOMPUTE}
-    recompute = [kept] if "recompute" in keep else [NO_RECOMPUTE, FULL_RECOMPUTE]
-    for t, c, e, micro, again in product(tensor, context, expert, own("micro-batch", MICRO_BATCHES), recompute):
-        deep = [size for size in range(1, min(layers, LARGEST, gpus) + 1) if gpus % (t * c * size) == 0]
-        for p in own("pipeline", deep):
-            if gpus % (t * c * p) or gpus // (t * c * p) % e:
-                continue
-            yield {
-                "tensor_model_parallel_size": t,
-                "context_parallel_size": c,
-                "pipeline_model_parallel_size": p,
-                "expert_model_parallel_size": e,
-                "micro_batch_size": micro,
-                **again,
-            }
-
-
-def _powers(most: int) -> list[int]:
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+    powers = [2**power for power in range(gpus.bit_length())]
+    tried: dict[str, Iterable[tuple[Any, ...]]] = {
+        "tensor": [(size,) for size in powers if size <= hardware.gpus_per_node],
+        "context": [(size,) for size in powers if size == 1 or sequence // size >= CONTEXT_TOKENS],
+        "expert": [(size,) for size in powers if size == 1 or (experts and experts % size == 0)],
+        "micro-batch": [(size,) for size in MICRO_BATCHES],
+        "recompute": [(None, None, None), ("full", "uniform", 1)],
+        "pipeline": [(size,) for size in range(1, min(layers, LARGEST, gpus) + 1)],
+    }
+    for dimension in keep:
+        names = DIMENSIONS[dimension]
+        tried[dimension] = [tuple(arguments.get(name) or (1 if len(names) == 1 else None) for name in names)]
+    names = [name for dimension in tried for name in DIMENSIONS[dimension]]
+    for sizes in product(*tried.values()):
+        found = dict(zip(names, (value for values in sizes for value in values), strict=True))
+        split = math.prod(found[name] for name in SPLITTING)
+        if gpus % split == 0 and gpus // split % found["expert_model_parallel_size"] == 0:
+            yield found

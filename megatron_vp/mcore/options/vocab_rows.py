@@ -44,11 +44,11 @@ def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
     layout, laid_out = None, args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
     try:
         job, plan, hardware = prediction.job()
-        found = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=laid_out)
+        found, gain = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=laid_out)
     except UserError as error:
         return ChosenRows(reason=f"the cost model behind --vocab-shards balanced cannot predict this job: {error}")
-    why = f"on {hardware.name}, training is predicted to be {found.gain:.3f} times as fast as with equal rows"
+    why = f"on {hardware.name}, training is predicted to be {gain:.3f} times as fast as with equal rows"
     if found.layers is not None and not laid_out:
         pattern, heads = pattern_in(vars(args)), args.mtp_num_layers or 0
         layout = layout_of(found.layers, heads) if pattern is None else pattern.with_bars(found.layers)
-    return ChosenRows(found.rows, None if found.rows is None else why, layout)
+    return ChosenRows(found.vocab_rows, None if found.vocab_rows is None else why, layout)
