@@ -18,14 +18,14 @@ def patches(
     arguments that it reads. If anything does not fit, the output names it, and the exit status is 1. On an unsupported
     release, the command only compares signatures and applies no patch.
     """
-    from megatron_vp.errors import UserError
     from megatron_vp.mcore import megatron_lock, patch_table
     from megatron_vp.mcore.patches import (
+        SUPPORTED_SERIES,
         TESTED_VERSIONS,
         apply,
         fault,
-        installed_version,
         locked,
+        present_series,
         present_version,
         undo,
     )
@@ -34,13 +34,7 @@ def patches(
 
     quiet_fallback_warnings()
     here()
-    version = present_version()
-    try:
-        installed_version()
-        supported = True
-    except UserError as error:
-        typer.echo(str(error))
-        supported = False
+    version, supported = present_version(), present_series() in SUPPORTED_SERIES
     problems: list[str] = []
     for group in patch_table.GROUPS:
         declared = group.declared() if group.is_present() else ()
