@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,8 @@ class Progress:
         """The host's current instruction; None outside a schedule."""
         self.behind: Wait | None = None
         """The first wait that the device had not passed when the marks were last queried; None if there was none."""
+        self.others: Callable[[], str] = str
+        """Names the ranks that hold up the pipeline; called if a connection breaks. A watchdog sets this function."""
         self._marks: deque[tuple[Wait, Any]] = deque()
         self._finished = finished
 
@@ -86,7 +88,7 @@ class Progress:
         except Exception as error:
             reason = lost_peer(error)
             if reason is not None:
-                raise PeerLost(f"{self.sentence()}: {reason}") from error
+                raise PeerLost(f"{self.sentence()}: {reason}{self.others()}") from error
             error.add_note(self.sentence())
             raise
         finally:

@@ -63,7 +63,7 @@ class Watchdog:
     def start(self) -> None:
         """Start watching; the threads do not keep the process alive."""
         global _running
-        _running = self
+        _running, self._progress.others = self, self.others
         for each in (self.answer, self.watch):
             threading.Thread(target=each, name=f"watchdog {each.__name__}", daemon=True).start()
         atexit.register(self._stop)
@@ -163,7 +163,9 @@ _running: Watchdog | None = None
 
 
 def others_of_a_lost_peer() -> str:
-    """Name the ranks that hold up the pipeline; "" without a watchdog. Used if a connection breaks."""
+    """Name the ranks that hold up the pipeline; "" without a watchdog. Used if a connection breaks while no schedule
+    runs.
+    """
     return "" if _running is None else _running.others()
 
 

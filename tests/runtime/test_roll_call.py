@@ -66,8 +66,9 @@ def stall(
                     os.kill(os.getpid(), signal.SIGTERM)
                     told = None
     except PeerLost as error:
-        said = "outside" if place is None else error
-        print(f"error: {said}{watchdog.others_of_a_lost_peer()}", flush=True)
+        # Outside a schedule it is the launcher that reports a lost peer.
+        said = str(error) if place is not None else f"outside{watchdog.others_of_a_lost_peer()}"
+        print(f"error: {said}", flush=True)
         os._exit(1)
 
 

@@ -169,7 +169,7 @@ def _known_line(error: BaseException) -> str | None:
     if refused := storage_failure(error):
         return f"{rank} failed in {_place(error)}: {refused}"
     if isinstance(error, PeerLost):
-        return f"{error}{others_of_a_lost_peer()}"
+        return str(error)
     if reason := lost_peer(error):
         waited = f"{rank} was waiting in {_place(error)}, outside the pipeline schedule"
         return f"{waited}: {reason}{others_of_a_lost_peer()}"
