@@ -49,19 +49,19 @@ class PassCosts:
         """Parse text such as `F=1,B=1,S=0.25`; durations that are not named keep their defaults. Raises UserError."""
         known = {*_OWN, *(kind.value for kind in PassKind if kind not in _NOT_NAMED), "copy"}
         given: dict[str, float] = {}
-        for item in filter(None, (part.strip() for part in text.split(","))):
-            name, separator, value = (part.strip() for part in item.partition("="))
-            if not separator or name not in known or name in given:
+        for item in filter(None, map(str.strip, text.split(","))):
+            name, _, value = map(str.strip, item.partition("="))
+            try:
+                if name not in known or name in given:
+                    raise ValueError
+                given[name] = float(value)
+            except ValueError:
                 raise UserError(
                     f"cost {item!r} is not valid: write NAME=NUMBER, with NAME one of {', '.join(sorted(known))}, "
                     "each at most once"
-                )
-            try:
-                given[name] = float(value)
-            except ValueError:
-                raise UserError(f"cost {item!r} is not valid: {value!r} is not a number") from None
-        own = {name: value for name, value in given.items() if name in _OWN}
-        return cls(**own, other={name: value for name, value in given.items() if name not in _OWN})
+                ) from None
+        own = {name: given.pop(name) for name in _OWN if name in given}
+        return cls(**own, other=given)
 
     def nominal(self, ranks: int) -> PassCosts:
         """Return `self`, because these costs are equal on all ranks."""
@@ -70,15 +70,13 @@ class PassCosts:
     def duration(self, schedule: Schedule, rank: int, step: Pass) -> float:
         """Duration of a pass of `schedule`; a whole backward takes B + W, and a V takes S + T + IF + IB."""
         parts = ("S", "T", "IF", "IB") if step.kind is PassKind.V else _parts(schedule, step.kind)
-        took = reduce(add, map(self._named, parts))
+        named = self.named()
+        took = reduce(add, (named.get(part, 0.0) for part in parts))
         return took / schedule.chunks if step.kind.per_chunk else took
 
     def communication(self, schedule: Schedule, operation: Operation) -> float:
         """Duration of an operation of `schedule`."""
         return self.other.get("copy", 0.0) / schedule.chunks if isinstance(operation, Copy) else self.comm
-
-    def _named(self, name: str) -> float:
-        return getattr(self, name) if name in _OWN else self.other.get(name, 0.0)
 
     def evened(self) -> PassCosts:
         """These costs with F, B and W replaced by their mean, and with `comm` set to 0."""
@@ -132,16 +130,6 @@ class StageCosts:
     def named(self) -> dict[str, tuple[float, ...]]:
         """Durations of passes by kind."""
         return {kind: getattr(self, kind) for kind in PASSES}
-
-    def scaled(self, factor: float) -> StageCosts:
-        """Multiply all durations by `factor`."""
-
-        def times(value: Any) -> Any:
-            if isinstance(value, Mapping):
-                return {key: times(each) for key, each in value.items()}
-            return tuple(map(times, value)) if isinstance(value, tuple) else factor * value
-
-        return StageCosts(**{entry.name: times(getattr(self, entry.name)) for entry in fields(self)})
 
     def evened(self) -> StageCosts:
         """These costs with each stage's F, B and W replaced by their mean; messages and collectives take no time."""

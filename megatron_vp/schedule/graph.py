@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from megatron_vp.schedule.instructions import Loss
 from megatron_vp.schedule.passes import Pass, PassKind
@@ -29,7 +29,6 @@ class Step(NamedTuple):
 
 
 Node = Step | Operation
-T = TypeVar("T")
 
 
 class Pattern:
@@ -41,15 +40,12 @@ class Pattern:
         for place, earlier in enumerate(before):
             for one in earlier:
                 self.after[one].append(place)
-        self.kinds = [
-            node.action.kind if isinstance(node, Step) and isinstance(node.action, Pass) else None for node in nodes
-        ]
         self.place = {node: place for place, node in enumerate(nodes)}
-        self.ranks = 1 + max(node.rank for node in nodes if isinstance(node, Step))
-        self.place_of_pass: list[dict[tuple[PassKind, int], int]] = [{} for _ in range(self.ranks)]
-        for place, node in enumerate(nodes):
-            if isinstance(node, Step) and isinstance(node.action, Pass):
-                self.place_of_pass[node.rank][node.action.kind, node.action.chunk] = place
+        self.place_of_pass = {
+            (node.rank, node.action.kind, node.action.chunk): place
+            for place, node in enumerate(nodes)
+            if isinstance(node, Step) and isinstance(node.action, Pass)
+        }
 
 
 class Graph:
@@ -62,7 +58,7 @@ class Graph:
 
     def __init__(self, patterns: Sequence[Pattern], which: Sequence[int]) -> None:
         self.patterns, self.microbatches = patterns, len(which)
-        self.ranks = patterns[0].ranks
+        self.ranks = 1 + max(rank for rank, _, _ in patterns[0].place_of_pass)
         self._of = [patterns[index] for index in which]
         self._bases = list(accumulate((pattern.size for pattern in self._of), initial=0))[:-1]
         numbered = list(zip(self._bases, self._of, strict=True))
@@ -76,9 +72,9 @@ class Graph:
             return communicators.setdefault(node.lane, self.ranks + len(communicators))
 
         self.lanes = self.of_nodes(lane)
-        self.kinds = [kind for each in self._of for kind in each.kinds]
+        self.kinds = self.of_nodes(_kind)
 
-    def of_nodes(self, value: Callable[[Node], T]) -> list[T]:
+    def of_nodes[T](self, value: Callable[[Node], T]) -> list[T]:
         """The list of `value(node)` for all nodes, computed once per pattern; `value` must ignore the microbatch."""
         by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
         return [each for pattern in self._of for each in by_pattern[id(pattern)]]
@@ -111,12 +107,6 @@ class Graph:
                 if place + 1 < len(order):
                     self.link(before, order[place + 1])
 
-    def step(self, number: int) -> Step:
-        """The node with this number, which must be a step."""
-        node = self.nodes[number]
-        assert isinstance(node, Step)
-        return node
-
     def number(self, node: Node) -> int:
         """Number of `node`. Raises KeyError if the node is not in the graph."""
         microbatch = node.action.microbatch if isinstance(node, Step) else node.microbatch
@@ -127,7 +117,7 @@ class Graph:
         places = [each.place_of_pass for each in self._of]
         bases = self._bases
         return [
-            [bases[step.microbatch] + places[step.microbatch][rank][step.kind, step.chunk] for step in order]
+            [bases[step.microbatch] + places[step.microbatch][rank, step.kind, step.chunk] for step in order]
             for rank, order in enumerate(ranks)
         ]
 
@@ -136,19 +126,9 @@ class Graph:
         self.successors[before].append(after)
         self.predecessors[after].append(before)
 
-    def link_across(self, before: Node, either: Sequence[Node], distance: int) -> None:
-        """In each microbatch m >= `distance`, make one node wait for node `before` of microbatch m - `distance`. The
-        waiting node is the first one in `either` that microbatch m contains. `before` and `either` are given as nodes
-        of microbatch 0.
-        """
-        by_pattern = {
-            id(each): (each.place[before], next(each.place[node] for node in either if node in each.place))
-            for each in self.patterns
-        }
-        places = [by_pattern[id(each)] for each in self._of]
-        for earlier in range(self.microbatches - distance):
-            later = earlier + distance
-            self.link(self._bases[earlier] + places[earlier][0], self._bases[later] + places[later][1])
+
+def _kind(node: Node) -> PassKind | None:
+    return node.action.kind if isinstance(node, Step) and isinstance(node.action, Pass) else None
 
 
 def _of_microbatch(node: Node, microbatch: int) -> Node:

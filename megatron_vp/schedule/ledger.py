@@ -72,9 +72,3 @@ def peak(order: Sequence[Pass], held: Held) -> int:
 def peaks(schedule: Schedule, held: Held) -> tuple[int, ...]:
     """The `peak` of every rank."""
     return tuple(peak(order, held) for order in schedule.ranks)
-
-
-def activation_levels(schedule: Schedule, rank: int, held: Held = Held.ACTIVATIONS) -> list[tuple[float, float]]:
-    """Activations held during and after each pass of `rank`, in units of one microbatch's activations on the rank."""
-    found = levels(schedule.ranks[rank], held)
-    return [(during / schedule.chunks, after / schedule.chunks) for during, after in found]

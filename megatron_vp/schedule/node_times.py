@@ -74,20 +74,19 @@ def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[flo
 
 def _circle(graph: Graph, orders: Sequence[Sequence[int]], done: set[int]) -> str:
     """Describe some steps that wait for each other in a circle."""
-    listed = {number for order in orders for number in order}
     heads = [next((number for number in order if number not in done), -1) for order in orders]
 
     def awaited(number: int) -> int:
         """A step that has not run and that this node waits for, directly or through operations."""
         number = next(before for before in graph.predecessors[number] if before not in done)
-        return number if number in listed else awaited(number)
+        return number if graph.lanes[number] < graph.ranks else awaited(number)
 
     waits: dict[int, str] = {}
     head = next(number for number in heads if number >= 0)
     while head not in waits:
         step = awaited(head)
-        following = heads[graph.step(step).rank]
-        behind = "" if step == following else f", which comes after {graph.step(following).action}"
+        following = heads[graph.lanes[step]]
+        behind = "" if step == following else f", which comes after {graph.nodes[following]}"
         waits[head] = f"{graph.nodes[head]} waits for {graph.nodes[step]}{behind}"
         head = following
     circle = list(waits.values())[list(waits).index(head) :]

@@ -46,9 +46,7 @@ def reorder_for_costs(
     additional dependencies: the second node of each waits for the first. Without `further_orders`, only
     `Search.first` are compared.
     """
-    graph = linked_graph(schedule)
-    for earlier, later in links:
-        graph.link(graph.number(earlier), graph.number(later))
+    graph = linked_graph(schedule, links)
     search = Search(schedule, limits, costs, graph, pairs)
     found = [*search.first, *(search.further_orders() if further_orders else ())]
     while True:
@@ -65,11 +63,18 @@ def reorder_for_costs(
     return replace(schedule, ranks=tuple(ranks))
 
 
-def linked_graph(schedule: Schedule) -> Graph:
-    """The graph of the dependencies that a reordered `schedule` must keep."""
+def linked_graph(schedule: Schedule, links: Sequence[tuple[Node, Node]] = ()) -> Graph:
+    """The graph of the dependencies that a reordered `schedule` must keep; `links` are additional ones.
+
+    In a schedule for evaluation, microbatches keep their order.
+    """
     # Without vocabulary passes, leave the loss out of the graph, as published schedules do.
     graph = build_graph(schedule, with_loss=schedule.vocab is not VocabMethod.NONE)
-    link_limits(graph, schedule)
+    if not schedule.has_backward:
+        for before, after in _neighbours(graph.numbers(schedule.ranks), graph):
+            graph.link(before, after)
+    for earlier, later in (*_limits(schedule), *links):
+        graph.link(graph.number(earlier), graph.number(later))
     return graph
 
 
@@ -179,23 +184,26 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     return replace(schedule, microbatches=microbatches, ranks=tuple(ranks))
 
 
-def link_limits(graph: Graph, schedule: Schedule) -> None:
-    """Add links for the rules that a reordered schedule must follow in addition to the dependencies.
+def _limits(schedule: Schedule) -> Iterator[tuple[Step, Step]]:
+    """Yield the steps that a reordered schedule must keep in this order, although the second does not need the first.
 
     IF runs only a few microbatches ahead of the first stage's F, and IB only a few behind the first stage's backward. A
-    chunk's W of microbatch 0 runs before all whole backwards of the chunk. In a schedule for evaluation, microbatches
-    keep their order.
+    chunk's W of microbatch 0 runs before all whole backwards of the chunk.
     """
-    if not schedule.has_backward:
-        for earlier, later in _neighbours(graph.numbers(schedule.ranks), graph):
-            graph.link(earlier, later)
-    if schedule.vocab.is_sharded:
-        _limit_embedding(graph, schedule)
+    first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
+    for rank in schedule.vocab_ranks if schedule.vocab.is_sharded else ():
+        for earlier, later in enumerate(range(EMBEDDED_AHEAD, schedule.microbatches)):
+            yield Step(first, Pass(PassKind.F, earlier, chunk)), Step(rank, Pass(PassKind.IF, later))
+        backwards = schedule.microbatches if schedule.has_backward else 0
+        for earlier, later in enumerate(range(EMBEDDING_GRADIENTS, backwards)):
+            whole = Pass(PassKind.BW, later, chunk)
+            freed = whole if (first, whole) in schedule.whole_backwards else whole._replace(kind=PassKind.B)
+            yield Step(rank, Pass(PassKind.IB, earlier)), Step(first, freed)
     for rank, step in schedule.whole_backwards:
-        first = Pass(PassKind.W, 0, step.chunk)
+        start = Pass(PassKind.W, 0, step.chunk)
         # The sum of a chunk's weight gradients over microbatches starts with microbatch 0.
-        if (rank, first._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
-            graph.link(graph.number(Step(rank, first)), graph.number(Step(rank, step)))
+        if (rank, start._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
+            yield Step(rank, start), Step(rank, step)
 
 
 def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
@@ -216,14 +224,3 @@ def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:
                 if key in before:
                     yield before[key], number
                 before[key] = number
-
-
-def _limit_embedding(graph: Graph, schedule: Schedule) -> None:
-    first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
-    for rank in schedule.vocab_ranks:
-        used, embedded = Step(first, Pass(PassKind.F, 0, chunk)), Step(rank, Pass(PassKind.IF, 0))
-        graph.link_across(used, [embedded], EMBEDDED_AHEAD)
-        if schedule.has_backward:
-            added = Step(rank, Pass(PassKind.IB, 0))
-            freed = [Step(first, Pass(kind, 0, chunk)) for kind in (PassKind.B, PassKind.BW)]
-            graph.link_across(added, freed, EMBEDDING_GRADIENTS)

@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
 from megatron_vp.schedule.graph import Step, gc_paused
-from megatron_vp.schedule.ledger import activation_levels, peaks
+from megatron_vp.schedule.ledger import levels, peaks
 from megatron_vp.schedule.node_times import NodeTimes, durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule, VocabMethod
@@ -69,11 +69,10 @@ class Timeline:
         Times are rounded to nine significant digits, which keeps files small.
         """
         changes = [(0.0, 0.0)]
-        levels = activation_levels(self.schedule, rank, held)
-        for (start, end), (during, after) in zip(self.spans[rank], levels, strict=True):
-            for time, level in ((start, during), (end, after)):
-                if level != changes[-1][1]:
-                    changes.append((rounded(time), level))
+        for span, pieces in zip(self.spans[rank], levels(self.schedule.ranks[rank], held), strict=True):
+            for time, level in zip(span, pieces, strict=True):
+                if level / self.schedule.chunks != changes[-1][1]:
+                    changes.append((rounded(time), level / self.schedule.chunks))
         return changes[1:]
 
     @cached_property

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
-from megatron_vp.schedule import Held, PassCosts, generate, simulate
-from megatron_vp.schedule.ledger import activation_levels
+from megatron_vp.schedule import PassCosts, generate, simulate
 from megatron_vp.schedule.web_page import to_html
 from tests.harness.browser import CHROMIUM, Browser
 
@@ -43,8 +42,7 @@ def test_the_page_has_every_pass_with_its_times_and_what_it_waits_for(timeline):
     (forward,) = [node for node in nodes[:number] if node[0] == "F2" and node[2] == 1]
     assert [nodes[each][0] for each in forward[5]] == ["F of microbatch 2 from rank 0"]
     for rank in range(3):
-        expected = activation_levels(timeline.schedule, rank, Held.ACTIVATIONS)
-        assert max(level for _, level in found["memory"][rank]) == max(during for during, _ in expected)
+        assert max(level for _, level in found["memory"][rank]) == timeline.peak_activation[rank]
     assert (found["host"] is None) == (timeline is PLAIN)
 
 

@@ -107,13 +107,13 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
         unit = 0.01 * (mean.F + mean.B + mean.W)
         rounded = {name: float(round(value / unit)) for name, value in mean.named().items() if name not in mean.other}
         return PassCosts(**rounded, other={name: round(value / unit, 2) for name, value in mean.other.items()})
-    scaled = costs.scaled(100 * job.pipeline / sum((*costs.F, *costs.B, *costs.W)))
+    scale = 100 * job.pipeline / sum((*costs.F, *costs.B, *costs.W))
     return StageCosts(
-        **{kind: tuple(float(round(value)) for value in values) for kind, values in scaled.named().items()},
-        messages={link: round(value) for link, value in scaled.messages.items()},
-        collectives={kind: round(value) for kind, value in scaled.collectives.items()},
+        **{kind: tuple(float(round(scale * value)) for value in values) for kind, values in costs.named().items()},
+        messages={link: round(scale * value) for link, value in costs.messages.items()},
+        collectives={kind: round(scale * value) for kind, value in costs.collectives.items()},
         # Unlike all other times, copy times keep two decimals, because they are only a few hundredths of F + B + W.
-        copies={copy: round(value, 2) for copy, value in scaled.copies.items()},
+        copies={copy: round(scale * value, 2) for copy, value in costs.copies.items()},
     )
 
 
