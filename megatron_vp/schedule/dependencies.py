@@ -27,17 +27,6 @@ OFFLOAD_KINDS = frozenset({PassKind.O, PassKind.R})
 VOCABULARY_KINDS = frozenset(kind for method in VocabMethod for kind in method.passes)
 
 
-def _expected_passes(schedule: Schedule, rank: int) -> list[Pass]:
-    """The passes that a rank must run exactly once each. A BW is listed as B and W."""
-    holds_rows = rank in schedule.vocab_ranks
-    offloaded = [chunk for each, chunk in schedule.offloaded if each == rank and chunk < schedule.chunks]
-    chunked = [PassKind.F, *[PassKind.B] * schedule.has_backward, *[PassKind.W] * schedule.split_backward]
-    seats = [(kind, chunk) for kind in chunked for chunk in range(schedule.chunks)]
-    seats += [(kind, 0) for kind in schedule.vocab.passes if holds_rows and (kind.forward or schedule.has_backward)]
-    seats += [(kind, chunk) for kind in (PassKind.O, PassKind.R) for chunk in offloaded]
-    return [Pass(kind, microbatch, chunk) for microbatch in range(schedule.microbatches) for kind, chunk in seats]
-
-
 def check_passes(schedule: Schedule) -> None:
     """Raise ScheduleError unless every rank lists each of its passes exactly once, and otherwise only optional passes.
 
@@ -54,25 +43,30 @@ def check_passes(schedule: Schedule) -> None:
             f"no rank has vocabulary passes, but {schedule.vocab} needs {', '.join(schedule.vocab.passes)} on at least "
             f"one rank (schedule: {schedule.name})"
         )
+    backward = (PassKind.B, PassKind.W) if schedule.split_backward else (PassKind.B,)
+    chunked = (PassKind.F, *backward) if schedule.has_backward else (PassKind.F,)
+    single = [kind for kind in schedule.vocab.passes if kind.forward or schedule.has_backward]
     own_choice = schedule.kinds - BASE_KINDS - OFFLOAD_KINDS - VOCABULARY_KINDS
-
-    def is_optional(step: Pass) -> bool:
-        chunks = schedule.chunks if step.kind.per_chunk else 1
-        return step.kind in own_choice and step.chunk < chunks and step.microbatch < schedule.microbatches
-
+    chunks, microbatches = range(schedule.chunks), range(schedule.microbatches)
     for rank, order in enumerate(schedule.ranks):
-        passes = _expected_passes(schedule, rank)
-        each_once = set(passes)
-        if len(order) == len(passes) and set(order) == each_once:
-            continue
-        found: Counter[Pass] = Counter()
-        for step in order:
-            halves = [step._replace(kind=kind) for kind in (PassKind.B, PassKind.W)]
-            found.update([each for each in halves if step.kind is PassKind.BW and each in each_once] or [step])
+        seats = [(kind, chunk) for kind in chunked for chunk in chunks]
+        seats += [(kind, 0) for kind in single if rank in schedule.vocab_ranks]
+        moved = [chunk for each, chunk in schedule.offloaded if each == rank and chunk in chunks]
+        seats += [(kind, chunk) for kind in (PassKind.O, PassKind.R) for chunk in moved]
+        optional = {(kind, chunk) for kind in own_choice for chunk in (chunks if kind.per_chunk else (0,))}
+        found = Counter(
+            Pass(kind, microbatch, chunk)
+            for whole, microbatch, chunk in order
+            for kind in (backward if whole is PassKind.BW else (whole,))
+        )
+        expected = [Pass(kind, microbatch, chunk) for microbatch in microbatches for kind, chunk in seats]
+        allowed = optional.union(seats)
         defects = {
-            "lacks": [step for step in passes if step not in found],
+            "lacks": [step for step in expected if step not in found],
             "repeats": [step for step in found if found[step] > 1],
-            "must not list": [step for step in found if step not in each_once and not is_optional(step)],
+            "must not list": [
+                step for step in found if (step.kind, step.chunk) not in allowed or step.microbatch not in microbatches
+            ],
         }
         words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
         if words:

@@ -116,14 +116,14 @@ class _Search:
     """Generates schedules of a flexible family, and compares its building blocks on a sample of the microbatches."""
 
     def __init__(self, request: ScheduleRequest, most: int) -> None:
-        self.request, self.family, self.most = request, request.family, most
+        self.request, self.most = request, most
         ranks = request.pipeline_size
         self.sample = replace(request, microbatches=min(request.microbatches, max(SAMPLE // ranks, 5 * ranks // 4)))
         self.placed = lru_cache(maxsize=None)(self._placed)
         self.graphs: dict[tuple[tuple[int, int], ...], Graph] = {}
 
     def whole(self, shape: str) -> _Generated:
-        request = replace(self.request, family=shaped(self.family, shape, self.most))
+        request = self._shaped(self.request, shape)
         schedule = request.schedule()
         peak = max(peaks(schedule, Held.ACTIVATIONS))
         return _Generated(request.family, peak, simulate(schedule, request.costs).makespan)
@@ -133,12 +133,14 @@ class _Search:
         return max(peaks(self.placed(str(shape)), Held.ACTIVATIONS))
 
     def _placed(self, shape: str) -> Schedule:
-        return replace(self.sample, family=shaped(self.family, shape, self.most)).placed().schedule
+        return self._shaped(self.sample, shape).placed().schedule
+
+    def _shaped(self, request: ScheduleRequest, shape: str) -> ScheduleRequest:
+        return replace(request, family=shaped(self.request.family, shape, self.most))
 
     def makespan(self, shape: Shape) -> float:
         """Makespan of the sample in the best of the orders `Search.first`."""
-        schedule = self.placed(str(shape))
-        request = replace(self.sample, family=shaped(self.family, str(shape), self.most))
+        schedule, request = self.placed(str(shape)), self._shaped(self.sample, str(shape))
         if schedule.offloaded not in self.graphs:
             self.graphs[schedule.offloaded] = linked_graph(schedule)
         found = Search(schedule, request.limits(schedule), request.costs, self.graphs[schedule.offloaded])

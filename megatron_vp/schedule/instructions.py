@@ -62,8 +62,6 @@ class Program:
 
     rank: int
     instructions: tuple[Instruction, ...]
-    collectives: tuple[Operation, ...]
-    """the collectives, in the order in which all members post them; empty on a rank that is not a member"""
     vocab_members: tuple[int, ...]
     """the ranks that post the collectives; every rank's program lists the same ranks"""
 

@@ -81,9 +81,9 @@ class _MemoryPool:
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Remove the remaining pass at `index`, which runs before its turn. `place` is its index among all passes."""
-        change = self.change[place]
-        if change:
+        """Remove the remaining pass at `index`, which runs now. `place` is its index among all passes."""
+        change, following = self.change[place], len(self.levels) - index - 1
+        if change and following:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
         del self.levels[index]
 
@@ -133,15 +133,12 @@ class _Rank:
         for pools, ready in self.queues:
             if ready and ready[0] < best:
                 place = -ready[0]
-                if not pools or left[-1] == place or self._fits(pools, bisect_left(left, place)):
+                if left[-1] == place or all(pool.fits(bisect_left(left, place)) for pool in pools):
                     best, chosen = ready[0], ready
                 elif fillers and fillers[0] < ready[0]:
                     # `ready[0]` does not fit in memory. Fillers free memory, so first run a filler that is due earlier.
                     best, chosen = fillers[0], fillers
         return self.run(-heappop(chosen)) if chosen else None
-
-    def _fits(self, pools: Sequence[_MemoryPool], index: int) -> bool:
-        return all(pool.fits(index) for pool in pools)
 
     def admit_delayed(self) -> bool:
         """Make the delayed passes ready; return whether there were any."""
@@ -153,16 +150,10 @@ class _Rank:
 
     def run(self, place: int) -> int:
         """Run a pass, and return its number."""
-        left = self.left
-        if left[-1] == place:
-            left.pop()
-            for pool in self.pools:
-                pool.levels.pop()
-        else:
-            index = bisect_left(left, place)
-            for pool in self.pools:
-                pool.remove(index, place)
-            del left[index]
+        index = bisect_left(self.left, place)
+        for pool in self.pools:
+            pool.remove(index, place)
+        del self.left[index]
         number = self.order[place]
         self.result.append(number)
         return number
@@ -215,16 +206,13 @@ class ListScheduler:
         # Offloading is useless if a chunk's activations return before the rank has computed anything else. So an R (in
         # reversed time, an O) waits until the rank has computed another pass, if any other pass can run.
         leaving, returning = (
-            {number for number, kind in enumerate(graph.kinds) if kind is each} if graph.posted_behind else set()
-            for each in (PassKind.O, PassKind.R)
+            {number for number, kind in enumerate(graph.kinds) if kind is each} for each in (PassKind.O, PassKind.R)
         )
         self.moves, self.second_moves = leaving | returning, leaving if backwards else returning
         # `halves` maps a pair's number to its two passes in order of time; `pair` maps each of these passes to the
         # pair's number.
         self.halves = {one: (two, one) if backwards else (one, two) for one, two in pairs}
         self.pair = {half: pair for pair, halves in self.halves.items() for half in halves}
-        # Without pairs and without O and R passes, a pass joins its queue as soon as it is ready.
-        self.simple = not self.pair and not self.moves
         self.losses: deque[int] = deque()
         # `ending` groups nodes by their end time, because many end together. `times` is a heap of these times.
         self.times: list[float] = []
@@ -305,12 +293,7 @@ class ListScheduler:
         for waiting in self.after[number]:
             left = waits[waiting] = waits[waiting] - 1
             if not left:
-                joins = self.joins[waiting]
-                if joins is not None and self.simple:
-                    heappush(*joins)
-                    self.stirred.add(self.lanes[waiting])
-                else:
-                    self._arrive(waiting, now)
+                self._arrive(waiting, now)
 
     def _arrive(self, number: int, now: float) -> None:
         """Process node `number`, which no longer waits for other nodes."""

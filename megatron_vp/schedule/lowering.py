@@ -53,8 +53,7 @@ def lower(schedule: Schedule, costs: Costs | None = None, mtp_stage: int | None 
         else:
             writer.post(work)
     return tuple(
-        Program(rank, tuple(instructions), tuple(writer.collectives[rank]), writer.members)
-        for rank, instructions in enumerate(writer.instructions)
+        Program(rank, tuple(instructions), writer.members) for rank, instructions in enumerate(writer.instructions)
     )
 
 
@@ -134,7 +133,6 @@ class _Writer:
         # These ranks receive embedding rows without running IF.
         self.only_words = schedule.placement.word_ranks(mtp_stage) - set(schedule.vocab_ranks)
         self.instructions: list[list[Instruction]] = [[] for _ in ranks]
-        self.collectives: list[list[Operation]] = [[] for _ in ranks]
         self.waited: list[set[Operation]] = [set() for _ in ranks]
 
     def run(self, step: Step, needed: Sequence[Operation]) -> None:
@@ -153,8 +151,6 @@ class _Writer:
             if rank in self.only_words and isinstance(operation, Collective) and operation.kind is CollectiveKind.EMBED:
                 self.instructions[rank].append(Wait(_tokens(operation.microbatch)))
             self.instructions[rank].append(Post(operation))
-            if isinstance(operation, Collective):
-                self.collectives[rank].append(operation)
 
     def read(self, rank: int, work: Operation | Pass | Loss) -> None:
         """Write a Load if `work` is the first work of its microbatch that uses data read on this rank.

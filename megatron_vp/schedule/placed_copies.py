@@ -20,6 +20,8 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
 from megatron_vp.schedule.graph import Step
+from megatron_vp.schedule.ledger import lives
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
 from megatron_vp.schedule.transfers import Copy
 from megatron_vp.schedule.vocab_passes import Nominal
@@ -49,10 +51,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
         moved = placing.longest_lived(chunks)
         while moved:
             durations = {
-                chunk: (
-                    costs.communication(schedule, Copy(True, 0, chunk, rank)),
-                    costs.communication(schedule, Copy(False, 0, chunk, rank)),
-                )
+                chunk: [costs.communication(schedule, Copy(to_host, 0, chunk, rank)) for to_host in (True, False)]
                 for chunk in moved
             }
             places = placing.places(durations)
@@ -60,7 +59,7 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
             if not late:
                 order = placing.with_passes(places)
                 break
-            moved.remove(min(late, key=placing.lifespan))
+            moved.remove(min(late, key=placing.lifespans.__getitem__))
         orders.append(order)
     return replace(nominal, schedule=replace(schedule, ranks=tuple(orders)))
 
@@ -104,31 +103,23 @@ class _Placing:
         self.within_pairs = {place + 1 for place, step in enumerate(order) if step in pair_starts}
         self.forward: dict[Key, int] = {}
         self.backward: dict[Key, int] = {}
-        self.release: dict[Key, int] = {}
         for place, step in enumerate(order):
-            key = step.chunk, step.microbatch
-            if step.kind is PassKind.F:
-                self.forward[key] = place
-            elif step.kind in (PassKind.B, PassKind.BW):
-                self.backward[key] = self.release[key] = place
-            elif step.kind is PassKind.W:
-                self.release[key] = place
+            if step.kind in (PassKind.F, PassKind.B, PassKind.BW):
+                places = self.forward if step.kind is PassKind.F else self.backward
+                places[step.chunk, step.microbatch] = place
+        held: dict[int, list[float]] = defaultdict(list)
+        for first, last in lives(order, Held.ACTIVATIONS):
+            held[order[first].chunk].append(spans[last][1] - spans[first][0])
+        self.lifespans = {chunk: fmean(each) for chunk, each in held.items()}
+        """For each chunk, the mean time for which the device holds a microbatch's activations."""
         # Times that should be equal can differ by rounding errors.
         self.tolerance = 1e-9 * (self.latest_ends[-1] - self.starts[0])
 
-    def lifespan(self, chunk: int) -> float:
-        """Mean time for which the device holds a microbatch's activations of `chunk`."""
-        return fmean(
-            self.spans[self.release[key]][1] - self.starts[place]
-            for key, place in self.forward.items()
-            if key[0] == chunk
-        )
-
     def longest_lived(self, count: int) -> list[int]:
         """The `count` chunks whose activations the device holds longest, longest first."""
-        return sorted({chunk for chunk, _ in self.forward}, key=lambda chunk: (-self.lifespan(chunk), chunk))[:count]
+        return sorted(self.lifespans, key=lambda chunk: (-self.lifespans[chunk], chunk))[:count]
 
-    def places(self, durations: dict[int, Span]) -> dict[Key, tuple[int, int]]:
+    def places(self, durations: dict[int, list[float]]) -> dict[Key, tuple[int, int]]:
         """Places of O and R for every microbatch of the chunks in `durations`.
 
         `durations[chunk]` holds the durations of one copy-out and one copy-back. The copy lane's time is divided into
@@ -141,7 +132,7 @@ class _Placing:
         lane = len(durations) * sum(max(each[way] for each in durations.values()) for way in (0, 1))
         if lane > self.interval:
             faster = self.interval / lane
-            durations = {chunk: (faster * out, faster * back) for chunk, (out, back) in durations.items()}
+            durations = {chunk: [faster * each for each in both] for chunk, both in durations.items()}
         slot_out, slot_in = (max(each[way] for each in durations.values()) for way in (0, 1))
         period = slot_out + slot_in
         ends = {key: self.spans[self.forward[key]][1] for key in keys}
@@ -171,13 +162,9 @@ class _Placing:
 
     def with_passes(self, places: dict[Key, tuple[int, int]]) -> tuple[Pass, ...]:
         """The rank's order with passes O and R inserted at `places`; at the same place, O comes before R."""
-        put_in: dict[int, list[Pass]] = defaultdict(list)
-        for kind, which in ((PassKind.O, 0), (PassKind.R, 1)):
-            for key in sorted(places, key=self.forward.__getitem__):
-                chunk, microbatch = key
-                put_in[places[key][which]].append(Pass(kind, microbatch, chunk))
-        return tuple(
-            each
-            for place in range(len(self.order) + 1)
-            for each in (*put_in.get(place, ()), *self.order[place : place + 1])
-        )
+        found = [(place, 2, 0, step) for place, step in enumerate(self.order)]
+        for (chunk, microbatch), both in places.items():
+            forward = self.forward[chunk, microbatch]
+            for which, kind in enumerate((PassKind.O, PassKind.R)):
+                found.append((both[which], which, forward, Pass(kind, microbatch, chunk)))
+        return tuple(step for *_, step in sorted(found))

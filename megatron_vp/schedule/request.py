@@ -197,15 +197,12 @@ class ScheduleRequest:
             "of memory; give fewer microbatches, which show the same steady state",
         )
         every = _every_rank(family, ranks, method)
-        asked = f"vocabulary rows on ranks {_listed(holders)}"
+        some = fixed is None and method.is_sharded and holders and {*holders} <= {*every}
         yield (
-            holders != every and (fixed is not None or not method.is_sharded),
-            f"{asked} cannot be used with schedule {name} and vocab method {method}, which have vocabulary passes on "
-            f"ranks {_listed(every)}; use these ranks, another schedule or another method",
-        )
-        yield (
-            holders != every and (not holders or len({*holders}) < len(holders) or not {*holders} <= {*every}),
-            f"{asked} are not possible; give at least one of the ranks 0 to {ranks - 1}, each at most once",
+            holders != every and not (some and len({*holders}) == len(holders)),
+            f"vocabulary rows on ranks {_listed(holders)} cannot be used with schedule {name} and vocab method "
+            f"{method}, which have vocabulary passes on ranks {_listed(every)}; use these ranks or, with vocab-1 and "
+            "vocab-2 of a generated schedule, at least one of them, each at most once",
         )
         yield (
             bool(self.offload_chunks and fixed),

@@ -38,10 +38,10 @@ def nominal_schedule(
 ) -> Nominal:
     """Sort every rank's passes by their nominal times. Each barrier of `vocab` delays all backwards by `block.step`."""
     delay = vocab.barriers * block.step
-    slots = _VocabSlots(block, delay, width=0.01 * block.forward_time)
+    width = 0.01 * block.forward_time
     ranks: list[list[TimedPass]] = []
     for rank, stages in enumerate(block.placement.stage_of):
-        timed = slots.passes(rank) if rank in vocab_ranks else []
+        timed = _vocabulary_passes(block, rank, delay, width) if rank in vocab_ranks else []
         for chunk, stage in enumerate(stages):
             timed.append((block.forward[stage], Pass(PassKind.F, 0, chunk)))
             timed.append((block.backward[stage] + delay, Pass(PassKind.B, 0, chunk)))
@@ -52,7 +52,7 @@ def nominal_schedule(
     if block.overlaps is not None:
         pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
         ranks = list(map(_with_whole_backwards, ranks, pairs))
-    took = dict.fromkeys(vocab.passes, 4 * slots.width)
+    took = dict.fromkeys(vocab.passes, 4 * width)
     took |= {PassKind.F: block.forward_time} | dict.fromkeys((PassKind.B, PassKind.W, PassKind.BW), block.backward_time)
     orders = tuple(tuple(step for _, step in timed) for timed in ranks)
     spans = tuple(tuple((start, start + took[step.kind]) for start, step in timed) for timed in ranks)
@@ -72,38 +72,32 @@ def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pa
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _VocabSlots:
-    """Assigns times to vocabulary passes. The time reserved for a rank's forward of chunk 0 ends with a slot for these
-    passes: four parts of length `width`, for S, T, IF and IB.
+def _vocabulary_passes(block: BuildingBlock, rank: int, delay: float, width: float) -> list[TimedPass]:
+    """Assign times to a rank's vocabulary passes. The time reserved for the rank's forward of chunk 0 ends with a slot
+    for these passes: four parts of length `width`, for S, T, IF and IB. All backwards are late by `delay`.
 
     Wherever a rank's slot lies, its S runs within one `BuildingBlock.step` after the last stage's forward, and its T
     runs one step later. All backwards therefore need a delay of only one step per barrier. On each rank, at most two
     microbatches at a time have finished S but not T.
     """
-
-    block: BuildingBlock
-    delay: float
-    width: float
-
-    def passes(self, rank: int) -> list[TimedPass]:
-        block, width = self.block, self.width
-        end = block.forward_time - 4 * width
-        opens, output = (block.forward[stage] + end for stage in (block.placement.stage_of[rank][0], -1))
-        # T waits for the loss function, which needs S of all shards. The last S ends no later than `loss`.
-        loss = output + block.step + width
-        backward = block.backward[0] + self.delay + block.backward_time
-        return [
-            (self.first(opens + 2 * width, -block.step - width), Pass(PassKind.IF, 0)),
-            (self.first(opens, output), Pass(PassKind.S, 0)),
-            (self.first(opens + width, loss), Pass(PassKind.T, 0)),
-            # No pass waits for IB, so IB runs two steps later than it could, to avoid delaying the last backwards.
-            (self.first(opens + 3 * width, backward + 2 * block.step), Pass(PassKind.IB, 0)),
-        ]
-
-    def first(self, opens: float, after: float) -> float:
-        """The earliest time that is not before `after` and differs from `opens` by a whole number of steps."""
-        return opens + math.ceil((after - opens) / self.block.step - 1e-6) * self.block.step
+    end = block.forward_time - 4 * width
+    opens, output = (block.forward[stage] + end for stage in (block.placement.stage_of[rank][0], -1))
+    # T waits for the loss function, which needs S of all shards. The last S ends no later than `loss`.
+    loss = output + block.step + width
+    backward = block.backward[0] + delay + block.backward_time
+    parts = (
+        # The kind of pass, the time at which its part of the slot opens, and the earliest time of the pass.
+        (PassKind.IF, opens + 2 * width, -block.step - width),
+        (PassKind.S, opens, output),
+        (PassKind.T, opens + width, loss),
+        # No pass waits for IB, so IB runs two steps later than it could, to avoid delaying the last backwards.
+        (PassKind.IB, opens + 3 * width, backward + 2 * block.step),
+    )
+    # The slots of a rank are a whole number of steps apart.
+    return [
+        (start + math.ceil((after - start) / block.step - 1e-6) * block.step, Pass(kind, 0))
+        for kind, start, after in parts
+    ]
 
 
 def _repeat(timed: list[TimedPass], block: BuildingBlock, microbatches: int) -> list[TimedPass]:

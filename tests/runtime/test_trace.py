@@ -36,7 +36,6 @@ def test_every_pass_loss_collective_and_wait_is_there_once(traced):
             passes = [span.name for span in spans if span.category in PassKind]
             assert passes == list(map(str, schedule.ranks[trace.rank])), "passes in the order of the schedule"
             collectives = [span.name for span in spans if span.category == COLLECTIVE]
-            assert collectives == list(map(str, program.collectives))
             posts = [i.operation for i in program.instructions if isinstance(i, Post)]
             assert collectives == [str(operation) for operation in posts if isinstance(operation, Collective)]
             waits = Counter(span.name for span in spans if span.category == WAIT)
