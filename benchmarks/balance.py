@@ -40,10 +40,10 @@ from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
 from megatron_vp.schedule import DEFAULT_SCHEDULE, FAMILIES, VocabMethod, family
-from megatron_vp.schedule.families import PLANNED
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 MODELS = ("gemma2_9b", "qwen3_8b", "llama3_8b", "gpt_4b", "gpt_10b", "gpt_21b")
+PLANNED = [name for name, record in FAMILIES.items() if record.planned]
 H100 = find_hardware("h100")
 ALIKE = H100.alike
 METHODS = (VocabMethod.VOCAB_2, VocabMethod.VOCAB_1)
@@ -110,7 +110,7 @@ def summary(lines: list[dict]) -> str:
         cells += [f"{whole:.3f}" if whole else "-", *ratios, over, *cut]
         table.append(f"| {' | '.join(cells)} |")
     jobs = {(each["model"], each["pipeline"]) for each in lines}
-    for title, chosen in ((DEFAULT_SCHEDULE, [DEFAULT_SCHEDULE]), ("the best of all schedules", [*PLANNED])):
+    for title, chosen in ((DEFAULT_SCHEDULE, [DEFAULT_SCHEDULE]), ("the best of all schedules", PLANNED)):
         found = []
         for job in jobs:
             own = [each for each in lines if (each["model"], each["pipeline"]) == job and each["schedule"] in chosen]

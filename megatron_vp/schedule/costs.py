@@ -141,16 +141,14 @@ class StageCosts:
 
         If V is given but S is not, S gets the duration of V.
         """
-        output = {kind: fmean(getattr(self, kind) or (0.0,)) for kind in ("S", "T", "IF", "IB")}
-        if not self.S and self.V:
-            output["S"] = fmean(self.V)
+        output = {"S": self.S or self.V, "T": self.T, "IF": self.IF, "IB": self.IB}
         other = {"copy": len(self.F) / ranks * fmean(self.copies.values())} if self.copies else {}
         operations = (*self.messages.values(), *self.collectives.values())
         return PassCosts(
             F=sum(self.F) / ranks,
             B=sum(self.B) / ranks,
             W=sum(self.W) / ranks,
-            **output,
+            **{kind: fmean(times or (0.0,)) for kind, times in output.items()},
             comm=fmean(operations or (0.0,)),
             other=other,
         )

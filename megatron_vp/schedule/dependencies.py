@@ -117,8 +117,6 @@ passes have the microbatch number 0, so that variants of different microbatches 
 def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
     """The distinct variants in the schedule, and for each microbatch the index of its variant."""
     special = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) | schedule.kinds & {PassKind.BW}
-    if not special:
-        return [frozenset()], [0] * schedule.microbatches
     found: list[set[tuple[int, Pass]]] = [set() for _ in range(schedule.microbatches)]
     for rank, order in enumerate(schedule.ranks):
         for step in order:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_vp.schedule import perfetto
@@ -41,9 +41,6 @@ COMMUNICATION = (
     Style("message", 0, "", ""),
 )
 
-LINES = ((0.575, 0.045), (0.625, 0.03))
-"""Place below the rank's top, and height, of the lines of collectives and copies."""
-
 WIDTH = 13.0
 """Width of a picture in inches; viewers would scale down a wider one. Seven entries of the legend fit."""
 
@@ -52,19 +49,17 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     """Return metrics, a table with a line per rank, and a text chart in `width` columns."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
-    rows = [
-        ["rank", "busy", "bubble %", "peak activation", "microbatches between S and T", "activation in host memory"]
-    ]
+    rows = [["rank", "busy", "bubble %", "peak activation", "activation in host memory"]]
     for rank, busy in enumerate(timeline.busy):
         idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
-        peaks = f"{timeline.peak_activation[rank]:.4g}", f"{timeline.logits_in_flight[rank]}"
-        rows.append([f"{rank}", f"{busy:.6g}", f"{idle:.2f}", *peaks, f"{timeline.peak_host[rank]:.4g}"])
+        peaks = f"{timeline.peak_activation[rank]:.4g}", f"{timeline.peak_host[rank]:.4g}"
+        rows.append([f"{rank}", f"{busy:.6g}", f"{idle:.2f}", *peaks])
     lines = [
         f"schedule {title(schedule)}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
-        *aligned([row[: 6 if schedule.offloaded else 5] for row in rows]),
+        *aligned([row[: 5 if schedule.offloaded else 4] for row in rows]),
     ]
     column = timeline.makespan / width
     # A mark that is the name of a kind explains itself.
@@ -123,30 +118,45 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
     """Draw the timeline as `svg` or `png`.
 
     Each rank has a row of passes and, below it, a chart of the activations held. Passes that are wide enough show their
-    microbatch. A line below the passes shows the rank's collectives, except those of zero duration.
+    microbatch. Lines below the passes show the rank's collectives and copies, except those of zero duration.
     """
     from matplotlib import rc_context
-    from matplotlib.collections import PolyCollection
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     schedule = timeline.schedule
     ranks, makespan = range(schedule.pipeline_size), timeline.makespan or 1.0
     points_per_unit = 72 * (WIDTH - 1) / makespan
+    lines: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for operation, (start, end) in timeline.operations.items():
+        for rank in operation.members(schedule.vocab_members) if end > start else ():
+            lines[rank, category_of(operation)].append((start, end - start))
     # Equal schedules give equal files, so an SVG file gets a fixed hash salt. Text is stored as text, not outlines.
     with rc_context({"svg.hashsalt": "megatron-vp", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(WIDTH, 1.1 + 0.55 * len(ranks)), layout="constrained")
         axes = figure.add_subplot()
-        peak = max(*timeline.peak_activation, *timeline.peak_host)
-        shown = list(boxes(timeline, peak or 1.0))
-        corners = [[(x, y), (x + wide, y), (x + wide, y + tall), (x, y + tall)] for x, y, wide, tall, _, _ in shown]
-        edges = [0.4 if box.label and points_per_unit > 4 else 0.0 for box in shown]
-        colours = [box.colour for box in shown]
-        axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=edges))
-        for x, y, wide, tall, _, label in shown:
-            # Draw the label only if it fits: in the smallest legible font size, a digit is 3.6 points wide.
-            if label and wide * points_per_unit >= 3.6 * len(label) + 1:
-                axes.text(x + wide / 2, y + tall / 2, label, ha="center", va="center", fontsize=5.5, clip_on=True)
+        peak = max(*timeline.peak_activation, *timeline.peak_host) or 1.0
+        for rank, order in enumerate(schedule.ranks):
+            bars = [(start, end - start) for start, end in timeline.spans[rank]]
+            colours = [shade(step.kind, step.chunk) for step in order]
+            edge = 0.4 if points_per_unit > 4 else 0.0
+            axes.broken_barh(bars, (rank, 0.56), facecolors=colours, edgecolors="white", linewidths=edge)
+            for step, (start, wide) in zip(order, bars, strict=True):
+                label = str(step.microbatch)
+                # Draw the label only if it fits: in the smallest legible font size, a digit is 3.6 points wide.
+                if wide * points_per_unit >= 3.6 * len(label) + 1:
+                    where = start + wide / 2, rank + 0.28
+                    axes.text(*where, label, ha="center", va="center", fontsize=5.5, clip_on=True)
+            for held, colour in ((Held.ACTIVATIONS, HELD), (Held.HOST_ACTIVATIONS, COPIES)):
+                changes = [*timeline.held(rank, held), (makespan, 0.0)]
+                times, tops = [time for time, _ in changes], [rank + 0.92 - 0.28 * level / peak for _, level in changes]
+                if held is Held.ACTIVATIONS:
+                    axes.fill_between(times, tops, rank + 0.92, step="post", color=colour, linewidth=0)
+                elif schedule.offloaded:
+                    axes.step(times, tops, where="post", color=colour, linewidth=0.8)
+        for style, top, tall in zip(COMMUNICATION, (0.575, 0.625), (0.045, 0.03), strict=False):
+            for rank in ranks:
+                axes.broken_barh(lines[rank, style.kind], (rank + top, tall), color=style.colour, linewidth=0)
         axes.set_xlim(0.0, makespan)
         axes.set_ylim(len(ranks), -0.12)
         axes.set_yticks([rank + 0.28 for rank in ranks], [f"rank {rank}" for rank in ranks])
@@ -155,44 +165,11 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         host = "; blue line: in host memory" if schedule.offloaded else ""
         axes.set_xlabel(f"time; grey below each rank: activations held (at most {peak:.4g} microbatches){host}")
         axes.set_title(f"{title(schedule)}; {figures(timeline)}", loc="left", fontsize=9)
-        used = {box.colour for box in shown}
-        legend = [style for style in styles([timeline]) if style.meaning and style.colour in used]
+        shown = {*PassKind, *(category for (_, category), bars in lines.items() if bars)}
+        legend = [style for style in styles([timeline]) if style.meaning and style.kind in shown]
         patches = [Patch(facecolor=style.colour, label=style.meaning) for style in legend]
         figure.legend(handles=patches, loc="outside lower center", ncols=7, frameon=False, fontsize=7)
         return saved(figure, file_format)
-
-
-class Box(NamedTuple):
-    """A rectangle of a picture. The unit of x is that of the costs; rank r is between y = r and y = r + 1."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    colour: str
-    label: str = ""
-    """the microbatch of a pass"""
-
-
-def boxes(timeline: Timeline, peak: float) -> Iterator[Box]:
-    """The rectangles of a timeline: passes, below them lines of collectives and copies, and charts of the activations
-    held, which are `peak` at most.
-    """
-    schedule = timeline.schedule
-    for rank, (order, spans) in enumerate(zip(schedule.ranks, timeline.spans, strict=True)):
-        for step, (start, end) in zip(order, spans, strict=True):
-            yield Box(start, rank, end - start, 0.56, shade(step.kind, step.chunk), str(step.microbatch))
-        for held, colour in ((Held.ACTIVATIONS, HELD), (Held.HOST_ACTIVATIONS, COPIES)):
-            for (time, level), (until, _) in pairwise([*timeline.held(rank, held), (timeline.makespan, 0.0)]):
-                top = 0.28 * level / peak
-                yield Box(time, rank + 0.92 - top, until - time, top if held is Held.ACTIVATIONS else 0.02, colour)
-    lines = {style.kind: (style.colour, *place) for style, place in zip(COMMUNICATION, LINES, strict=False)}
-    for operation, (start, end) in timeline.operations.items():
-        category = category_of(operation)
-        if category in lines and end > start:
-            colour, top, height = lines[category]
-            for rank in operation.members(schedule.vocab_members):
-                yield Box(start, rank + top, end - start, height, colour)
 
 
 def shade(kind: PassKind, chunk: int) -> str:
@@ -202,15 +179,14 @@ def shade(kind: PassKind, chunk: int) -> str:
 
 
 def styles(timelines: Sequence[Timeline]) -> list[Style]:
-    """The styles that the timelines need. O and R take no time, so legends leave them out."""
+    """The styles of the timelines' passes, and of communication. O and R take no time, so legends leave them out."""
     used = {(step.kind, step.chunk) for each in timelines for order in each.schedule.ranks for step in order}
     chunked = any(timeline.schedule.chunks > 1 for timeline in timelines)
     found = []
     for kind, chunk in sorted(used, key=lambda item: (list(PassKind).index(item[0]), item[1])):
         meaning = f"{kind} {kind.meaning}" + (f", chunk {chunk}" if chunked and kind.per_chunk else "")
         found.append(Style(kind.value, chunk, shade(kind, chunk), "" if kind in OFFLOAD_KINDS else meaning))
-    categories = {category_of(operation) for each in timelines for operation in each.operations}
-    return found + [style for style in COMMUNICATION if style.kind in categories]
+    return [*found, *COMMUNICATION]
 
 
 def to_perfetto(timeline: Timeline) -> str:

@@ -53,8 +53,6 @@ def _read_families() -> dict[str, Family]:
 
 FAMILIES = _read_families()
 
-PLANNED = tuple(name for name, family in FAMILIES.items() if family.planned)
-
 
 def family(name: str) -> Family:
     """Return the family called `name`, or one for the schedule file `name`. Raises UserError if neither exists, if the

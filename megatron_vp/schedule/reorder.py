@@ -177,9 +177,9 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     ranks = []
     for rank, stages in enumerate(schedule.placement.stage_of):
         single = schedule.vocab.passes if rank in schedule.vocab_ranks else ()
-        steps = [(PassKind.F, chunk) for chunk in sorted(range(len(stages)), key=stages.__getitem__)]
-        steps = [(kind, 0) for kind in single if kind is PassKind.IF] + steps
-        steps += [(kind, 0) for kind in single if kind.forward and kind is not PassKind.IF]
+        chunks = {kind: [0] for kind in single} | {PassKind.F: sorted(range(len(stages)), key=stages.__getitem__)}
+        # The kinds are listed in the order in which a microbatch's forward passes run.
+        steps = [(kind, chunk) for kind in PassKind if kind.forward for chunk in chunks.get(kind, ())]
         ranks.append(tuple(Pass(kind, place, chunk) for place in range(microbatches) for kind, chunk in steps))
     return replace(schedule, microbatches=microbatches, ranks=tuple(ranks))
 

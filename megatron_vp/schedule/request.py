@@ -190,11 +190,11 @@ class ScheduleRequest:
         )
         yield microbatches < 1, f"{microbatches} microbatches are too few for a schedule; give at least 1"
         chunks = self.chunks if family.chunks is None else 1
-        size = f"{ranks} ranks x {microbatches} microbatches" + (f" x {chunks} chunks" if chunks > 1 else "")
         yield (
             ranks * microbatches * chunks > LARGEST,
-            f"{size} make more than {LARGEST:,} forward passes, and scheduling these would take minutes and gigabytes "
-            "of memory; give fewer microbatches, which show the same steady state",
+            f"{ranks} ranks x {microbatches} microbatches x {self.chunks} chunks make more than {LARGEST:,} forward "
+            "passes, and scheduling these would take minutes and gigabytes of memory; give fewer microbatches, which "
+            "show the same steady state",
         )
         every = _every_rank(family, ranks, method)
         some = fixed is None and method.is_sharded and holders and {*holders} <= {*every}

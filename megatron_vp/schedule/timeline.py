@@ -75,11 +75,6 @@ class Timeline:
                     changes.append((rounded(time), level / self.schedule.chunks))
         return changes[1:]
 
-    @cached_property
-    def logits_in_flight(self) -> tuple[int, ...]:
-        """Largest number of microbatches that are between the start of S and the end of T, for each rank."""
-        return peaks(self.schedule, Held.LOGITS)
-
 
 class Simulator:
     """Simulates a schedule with one or more sets of costs.

@@ -39,14 +39,14 @@ def nominal_schedule(
     """Sort every rank's passes by their nominal times. Each barrier of `vocab` delays all backwards by `block.step`."""
     delay = vocab.barriers * block.step
     width = 0.01 * block.forward_time
+    chunked = [(PassKind.F, block.forward, 0.0), (PassKind.B, block.backward, delay)]
+    if block.weight is not None:
+        chunked.append((PassKind.W, block.weight, delay))
     ranks: list[list[TimedPass]] = []
     for rank, stages in enumerate(block.placement.stage_of):
         timed = _vocabulary_passes(block, rank, delay, width) if rank in vocab_ranks else []
         for chunk, stage in enumerate(stages):
-            timed.append((block.forward[stage], Pass(PassKind.F, 0, chunk)))
-            timed.append((block.backward[stage] + delay, Pass(PassKind.B, 0, chunk)))
-            if block.weight is not None:
-                timed.append((block.weight[stage] + delay, Pass(PassKind.W, 0, chunk)))
+            timed += [(starts[stage] + late, Pass(kind, 0, chunk)) for kind, starts, late in chunked]
         ranks.append(_repeat(timed, block, microbatches))
     pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
     if block.overlaps is not None:

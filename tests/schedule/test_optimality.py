@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vp.schedule.families import PLANNED
-
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from optimality import cases, most, ratio, read_results
+from optimality import PLANNED, cases, most, ratio, read_results
 
 
 def test_every_case_is_solved():

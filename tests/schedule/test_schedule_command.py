@@ -143,7 +143,7 @@ def test_offloaded_activations_show_in_all_formats(tmp_path):
         (["1f1c", "-p", 2, "-m", 2], "nearest"),
         ([*FAMILY, "--cost", "F=fast"], "cost 'F=fast' is not valid"),
         ([*FAMILY, "--format", "png"], "-o"),
-        (["1f1b", "-p", 8, "-m", 1000000], "more than 1,000,000 forward passes"),
+        (["1f1b", "-p", 8, "-m", 1000000], "more than 1,000,000 forward"),
         ([*FAMILY, "-o", "/dev/full"], "cannot write /dev/full"),
         ([*FAMILY, "-o", "/no/such/folder/file"], "the folder /no/such/folder does not exist"),
         ([*FAMILY, "-o", "/"], "it is a folder"),

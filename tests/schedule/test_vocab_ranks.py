@@ -38,6 +38,8 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.dependencies import build_graph
 from megatron_vp.schedule.graph import Step
+from megatron_vp.schedule.ledger import peaks
+from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.validate import validate, validate_programs
 from tests.schedule.program_player import HostWaits, stuck_ranks
 from tests.schedule.schedule_checks import memory_bound
@@ -120,7 +122,7 @@ def test_random_ranks_train_and_evaluate_within_memory(job):
     bound = memory_bound(schedule)
     for rank in range(p):
         assert timeline.peak_activation[rank] <= bound[rank] + 1e-9
-        assert timeline.logits_in_flight[rank] <= (2 if rank in holders else 0)
+        assert peaks(schedule, Held.LOGITS)[rank] <= (2 if rank in holders else 0)
 
 
 @settings(max_examples=40, deadline=None)
