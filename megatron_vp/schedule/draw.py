@@ -63,8 +63,8 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
     ]
     column = timeline.makespan / width
     # A mark that is the name of a kind explains itself.
-    shown = [kind for kind in PassKind if kind in (*schedule.kinds, PassKind.IF, PassKind.IB)]
-    marks = "".join(f"{kind.mark} is {kind}, " for kind in shown if kind.mark not in PassKind)
+    shown = [kind for kind in PassKind if kind in schedule.kinds and kind.mark not in PassKind]
+    marks = "".join(f"{kind.mark} is {kind}, " for kind in shown)
     legend = f"one column is {column:.4g} time units; shorter passes may be invisible; {marks}a dot is idle time"
     lines += ["", legend]
     middles = [(place + 0.5) * column for place in range(width)]

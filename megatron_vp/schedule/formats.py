@@ -86,8 +86,12 @@ def _instruction(instruction: Instruction, vocab_members: Sequence[int]) -> dict
         action = instruction.action
         return {"do": "run", "pass": action.kind.value, "chunk": action.chunk, "microbatch": action.microbatch}
     if isinstance(instruction, Load | Loss):
-        name = "LOAD" if isinstance(instruction, Load) else "LOSS"
-        return {"do": "run", "pass": name, "chunk": 0, "microbatch": instruction.microbatch}
+        return {
+            "do": "run",
+            "pass": type(instruction).__name__.upper(),
+            "chunk": 0,
+            "microbatch": instruction.microbatch,
+        }
     operation = instruction.operation
     return {
         "do": "post" if isinstance(instruction, Post) else "wait",

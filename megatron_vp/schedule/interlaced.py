@@ -62,27 +62,25 @@ def expand_interlaced(schedule: Schedule) -> Schedule:
     forwards = [step for step in schedule.ranks[first] if step.kind is PassKind.F and step.chunk == chunk]
     embeds = iter([Pass(PassKind.IF, step.microbatch) for step in forwards])
     start = list(islice(embeds, EMBEDDED_AHEAD))
-    # What other ranks insert at the start (None) and after each V; `waiting` are the IBs since the last V.
-    behind: dict[Pass | None, list[Pass]] = {None: list(start)}
-    latest, own = None, start
+    # What the first stage's rank and all other ranks insert at the start (None) and after a pass of the first stage's
+    # rank; `waiting` are the IBs since the last V.
+    own: dict[Pass | None, list[Pass]] = {None: start}
+    others: dict[Pass | None, list[Pass]] = {None: list(start)}
+    latest: Pass | None = None
     waiting: list[Pass] = []
     for step in schedule.ranks[first]:
         if step.kind is PassKind.V:
-            latest, behind[step] = step, list(waiting)
-            own += [*(Pass(kind, step.microbatch) for kind in output), *waiting]
-            waiting = []
-            continue
-        own.append(step)
-        if step.kind is PassKind.F and step.chunk == chunk:
-            ahead = list(islice(embeds, 1))
-            own += ahead
-            behind[latest] += ahead
+            latest, own[step], others[step], waiting = step, waiting, list(waiting), []
+        elif step.kind is PassKind.F and step.chunk == chunk:
+            own[step] = list(islice(embeds, 1))
+            others[latest] += own[step]
         elif step.kind is PassKind.B and step.chunk == chunk:
             waiting.append(Pass(PassKind.IB, step.microbatch))
     ranks = []
     for rank, order in enumerate(schedule.ranks):
-        expanded = own if rank == first else list(behind[None])
-        for step in order if rank != first else ():
+        behind = own if rank == first else others
+        expanded = list(behind[None])
+        for step in order:
             expanded += [Pass(kind, step.microbatch) for kind in output] if step.kind is PassKind.V else [step]
             expanded += behind.get(step, ())
         ranks.append((*expanded, *waiting))

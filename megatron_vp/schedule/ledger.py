@@ -24,8 +24,6 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
     """
     kinds = {step.kind for step in order}
     takers = {kind for kind in kinds if held in kind.holds}
-    if not takers:
-        return []
     fillers = {PassKind(name) for kind in takers if kind.through for name in kind.waits_for}
     concerned = takers | fillers | {kind for kind in kinds if held in kind.releases}
     ends: dict[int, int] = {}
@@ -37,7 +35,7 @@ def lives(order: Sequence[Pass], held: Held) -> list[tuple[int, int]]:
             if kind in fillers:
                 filled_from[account] = place
             elif kind in takers:
-                first = filled_from.get(account, place) if kind.through else place
+                first = filled_from.get(account, place)
                 taken_at[account] = ends[first] = first
             elif account in taken_at:
                 ends[taken_at[account]] = place

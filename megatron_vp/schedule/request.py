@@ -101,15 +101,12 @@ class ScheduleRequest:
             forward = self._complete() if fixed is None else forwards(fixed, self.microbatches)
             return evaluation(forward, self.costs)
         if fixed is None:
-            return replace(self._complete(), shape=self.family.shape) if self.family.shape else self._complete()
-        return fixed if fixed.microbatches == self.microbatches else fixed.first_microbatches(self.microbatches)
+            return replace(self._complete(), shape=self.family.shape)
+        return fixed.first_microbatches(self.microbatches)
 
     def _complete(self) -> Schedule:
-        order = self.family.order
-        if order is not None and not self.offload_chunks:
-            return order(self.pipeline_size, self.microbatches)
         nominal = self.placed()
-        return nominal.schedule if order is not None else self._tightened(nominal, self.limits(nominal.schedule))
+        return nominal.schedule if self.family.order else self._tightened(nominal, self.limits(nominal.schedule))
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
         """The memory limits of the search for shorter orders, which starts from the schedule `nominal`."""
