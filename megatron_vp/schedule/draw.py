@@ -15,7 +15,7 @@ from megatron_vp.schedule.pass_kinds import Held, PassKind
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.timeline import Timeline
-from megatron_vp.schedule.transfers import Collective, category_of
+from megatron_vp.schedule.transfers import category_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -192,28 +192,19 @@ def styles(timelines: Sequence[Timeline]) -> list[Style]:
 def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events for Perfetto, with one process per rank; one unit of cost becomes one millisecond.
 
-    As in a recorded run, passes are in the lane `compute`, and collectives in the lane `second stream` of every member.
-    Each link has a lane on the sending rank, and each rank's copies have a lane. Counters show each rank's held
-    activations.
+    The lanes are those of a recorded run: passes are in `compute`, collectives in the `second stream` of every member,
+    and copies in `copies`.
     """
-    events: list[perfetto.Event] = []
-    for rank, (order, spans) in enumerate(zip(timeline.schedule.ranks, timeline.spans, strict=True)):
-        events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM)
+    schedule, events = timeline.schedule, []
+    copies = [Lane.COPIES] if schedule.offloaded else []
+    for rank, (order, spans) in enumerate(zip(schedule.ranks, timeline.spans, strict=True)):
+        events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM, *copies)
         for step, (start, end) in zip(order, spans, strict=True):
             args: dict[str, object] = {"microbatch": step.microbatch, "chunk": step.chunk}
             events.append(perfetto.slice_event(rank, Lane.COMPUTE, str(step), step.kind.value, start, end, args))
-        for held in (Held.ACTIVATIONS, *[Held.HOST_ACTIVATIONS] * bool(timeline.peak_host[rank])):
-            events += [perfetto.level(rank, held, time, level) for time, level in timeline.held(rank, held)]
-    tracks: dict[str, int] = {}
+    lanes = {"collective": Lane.SECOND_STREAM, "copy": Lane.COPIES}
     for operation, (start, end) in timeline.operations.items():
-        args, lane = {"microbatch": operation.microbatch}, int(Lane.SECOND_STREAM)
-        ranks = operation.members(timeline.schedule.vocab_members)
-        if not isinstance(operation, Collective):
-            ranks = ranks[:1]
-            if operation.lane not in tracks:
-                tracks[operation.lane] = Lane.LINKS + len(tracks)
-                events.append(perfetto.thread(ranks[0], tracks[operation.lane], operation.lane))
-            lane = tracks[operation.lane]
-        category = category_of(operation)
-        events += [perfetto.slice_event(rank, lane, str(operation), category, start, end, args) for rank in ranks]
+        category, args = category_of(operation), {"microbatch": operation.microbatch}
+        for rank in operation.members(schedule.vocab_members) if category in lanes else ():
+            events.append(perfetto.slice_event(rank, lanes[category], str(operation), category, start, end, args))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
