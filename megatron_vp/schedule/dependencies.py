@@ -99,13 +99,12 @@ def build_graph(schedule: Schedule, with_loss: bool = False, mtp_stage: int | No
     loss, T waits only for the softmax statistics, as in arXiv 2411.05288. `mtp_stage`, the stage of multi-token
     prediction, also waits for the tokens' embeddings.
     """
-    variants, which = _variants(schedule)
-    patterns = []
-    for variant in variants:
+    variants, patterns = _variants(schedule), {}
+    for variant in dict.fromkeys(variants):
         rules = _Rules(schedule, with_loss, mtp_stage, variant)
         rules.apply()
-        patterns.append(Pattern(rules.nodes, rules.before))
-    return Graph(patterns, which)
+        patterns[variant] = Pattern(rules.nodes, rules.before)
+    return Graph([patterns[variant] for variant in variants])
 
 
 Variant = frozenset[tuple[int, Pass]]
@@ -114,16 +113,15 @@ passes have the microbatch number 0, so that variants of different microbatches 
 """
 
 
-def _variants(schedule: Schedule) -> tuple[list[Variant], list[int]]:
-    """The distinct variants in the schedule, and for each microbatch the index of its variant."""
+def _variants(schedule: Schedule) -> list[Variant]:
+    """The variant of each microbatch."""
     special = schedule.kinds - BASE_KINDS - set(schedule.vocab.passes) | schedule.kinds & {PassKind.BW}
     found: list[set[tuple[int, Pass]]] = [set() for _ in range(schedule.microbatches)]
     for rank, order in enumerate(schedule.ranks):
         for step in order:
             if step.kind in special:
                 found[step.microbatch].add((rank, step._replace(microbatch=0)))
-    variants = {variant: index for index, variant in enumerate(dict.fromkeys(map(frozenset, found)))}
-    return list(variants), [variants[frozenset(each)] for each in found]
+    return list(map(frozenset, found))
 
 
 def join_vocabulary_passes(graph: Graph, orders: Sequence[Sequence[int]]) -> None:

@@ -74,9 +74,8 @@ class Family:
         if self.chunks is None:
             chunks = 2 if chunks is None else chunks
             if chunks < 2:
-                one = "zb-h1" if self.splits_backward else "1f1b"
                 raise UserError(
-                    f"schedule {self.name} needs at least 2 chunks per rank, got {chunks}; for 1 chunk, use {one}"
+                    f"schedule {self.name} needs at least 2 chunks per rank, got {chunks}; for one, use 1f1b or zb-h1"
                 )
             return chunks
         if chunks not in (None, self.chunks):

@@ -35,7 +35,7 @@ class Pattern:
     """The nodes of microbatch 0 and their dependencies: node k waits for the nodes with indices `before[k]`."""
 
     def __init__(self, nodes: Sequence[Node], before: Sequence[Sequence[int]]) -> None:
-        self.nodes, self.before, self.size = nodes, before, len(nodes)
+        self.nodes, self.before = nodes, before
         self.after: list[list[int]] = [[] for _ in nodes]
         for place, earlier in enumerate(before):
             for one in earlier:
@@ -49,19 +49,18 @@ class Pattern:
 
 
 class Graph:
-    """The nodes of all microbatches and their dependencies; microbatch i follows the pattern `patterns[which[i]]`.
+    """The nodes of all microbatches and their dependencies; microbatch i follows the pattern `patterns[i]`.
 
     Node n waits for the nodes `predecessors[n]`, and the nodes `successors[n]` wait for it. `lanes[n]` is the lane of
     node n: a rank r < `ranks`, or a communicator. A lane runs one node at a time. `kinds[n]` is the kind of pass of
     node n, or None if the node is not a pass.
     """
 
-    def __init__(self, patterns: Sequence[Pattern], which: Sequence[int]) -> None:
-        self.patterns, self.microbatches = patterns, len(which)
+    def __init__(self, patterns: Sequence[Pattern]) -> None:
+        self.patterns = patterns
         self.ranks = 1 + max(rank for rank, _, _ in patterns[0].place_of_pass)
-        self._of = [patterns[index] for index in which]
-        self._bases = list(accumulate((pattern.size for pattern in self._of), initial=0))[:-1]
-        numbered = list(zip(self._bases, self._of, strict=True))
+        self._bases = list(accumulate((len(pattern.nodes) for pattern in patterns), initial=0))[:-1]
+        numbered = list(zip(self._bases, patterns, strict=True))
         self.predecessors = [[base + one for one in places] for base, each in numbered for places in each.before]
         self.successors = [[base + one for one in places] for base, each in numbered for places in each.after]
         communicators: dict[str, int] = {}
@@ -76,13 +75,15 @@ class Graph:
 
     def of_nodes[T](self, value: Callable[[Node], T]) -> list[T]:
         """The list of `value(node)` for all nodes, computed once per pattern; `value` must ignore the microbatch."""
-        by_pattern = {id(pattern): list(map(value, pattern.nodes)) for pattern in self.patterns}
-        return [each for pattern in self._of for each in by_pattern[id(pattern)]]
+        by_pattern = {pattern: list(map(value, pattern.nodes)) for pattern in dict.fromkeys(self.patterns)}
+        return [each for pattern in self.patterns for each in by_pattern[pattern]]
 
     @cached_property
     def nodes(self) -> list[Node]:
         """All nodes by number, created at first use."""
-        return [_of_microbatch(node, microbatch) for microbatch, each in enumerate(self._of) for node in each.nodes]
+        return [
+            _of_microbatch(node, microbatch) for microbatch, each in enumerate(self.patterns) for node in each.nodes
+        ]
 
     @cached_property
     def posted_behind(self) -> dict[int, int]:
@@ -93,7 +94,7 @@ class Graph:
     def as_posted(self, orders: Sequence[Sequence[int]]) -> list[list[int]]:
         """Each rank's operations from `posted_behind`, in the order of posting; `orders[r]` lists rank r's steps."""
         posted = self.posted_behind
-        return [[posted[step] for step in order if step in posted] for order in orders] if posted else []
+        return [[posted[step] for step in order if step in posted] for order in orders]
 
     def link_one_queue(self, orders: Sequence[Sequence[int]]) -> None:
         """Delay the step after each Post of a copy until the rank's previous copy has ended.
@@ -110,11 +111,11 @@ class Graph:
     def number(self, node: Node) -> int:
         """Number of `node`. Raises KeyError if the node is not in the graph."""
         microbatch = node.action.microbatch if isinstance(node, Step) else node.microbatch
-        return self._bases[microbatch] + self._of[microbatch].place[_of_microbatch(node, 0)]
+        return self._bases[microbatch] + self.patterns[microbatch].place[_of_microbatch(node, 0)]
 
     def numbers(self, ranks: Sequence[Sequence[Pass]]) -> list[list[int]]:
         """The numbers of the passes of every rank, in the order in which `ranks[r]` lists them."""
-        places = [each.place_of_pass for each in self._of]
+        places = [each.place_of_pass for each in self.patterns]
         bases = self._bases
         return [
             [bases[step.microbatch] + places[step.microbatch][rank, step.kind, step.chunk] for step in order]

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 from megatron_vp.errors import UserError
@@ -89,7 +89,7 @@ def computed_between(
         left = back._replace(kind=PassKind.O)
         between = [step for step in order[order.index(left) : order.index(back)] if step.kind not in OFFLOAD_KINDS]
         nearest = min(between, key=lambda step: abs(place[step] - place[back]))
-        links += [(Step(rank, left), Step(rank, nearest)), (Step(rank, nearest), Step(rank, back))]
+        links += pairwise(Step(rank, each) for each in (left, nearest, back))
     return links
 
 

@@ -17,14 +17,11 @@ class Placement:
     stage_of: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        widths = {len(row) for row in self.stage_of}
-        if len(widths) != 1 or 0 in widths:
+        stages = sorted(stage for row in self.stage_of for stage in row)
+        if not stages or len({*map(len, self.stage_of)}) > 1 or stages != list(range(self.stages)):
             raise ValueError(
-                f"placement has ranks with {sorted(widths)} chunks; every rank needs the same number, at least 1"
-            )
-        if sorted(stage for row in self.stage_of for stage in row) != list(range(self.stages)):
-            raise ValueError(
-                f"placement must have each virtual stage from 0 to {self.stages - 1} once, got {self.stage_of}"
+                "placement must have each virtual stage from 0 on once, and equally many, at least 1, on every rank, "
+                f"got {self.stage_of}"
             )
 
     @classmethod

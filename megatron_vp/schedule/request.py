@@ -110,8 +110,6 @@ class ScheduleRequest:
 
     def limits(self, nominal: Schedule) -> MemoryLimits:
         """The memory limits of the search for shorter orders, which starts from the schedule `nominal`."""
-        if not nominal.offloaded and self.family.limit is None:
-            return MemoryLimits(self.promised_peaks)
         device = peaks(nominal, Held.ACTIVATIONS)
         # A flexible family is limited to the peak of its nominal order. The search does not use all of
         # --activation-limit, because it can find a slower schedule under a higher limit.

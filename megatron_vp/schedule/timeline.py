@@ -118,7 +118,6 @@ class Simulator:
         return Timeline(self.schedule, costs, spans, NodeTimes(self._graph, start, end, self._order))
 
 
-@gc_paused()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Simulate a schedule; every pass starts as early as its rank and its dependencies allow.
 

@@ -126,7 +126,7 @@ OLD = "# schedule=1f1b vocab=none microbatches=1\nrank,pass,chunk,microbatch,sta
         (lambda text: text.replace("1F", "1B"), "ranks with \\[0, 1\\] chunks"),
         (lambda text: text.replace("0B0", "1B0"), "rank 0 has passes of stage 1, but no forward of this stage"),
         (lambda text: text.replace("0B1", "0B900"), "the schedule has 901 microbatches, but no rank lists more than 4"),
-        (lambda text: "", "chunks; every rank needs the same number"),
+        (lambda text: "", "and equally many, at least 1, on every rank"),
     ],
 )
 def test_a_damaged_csv_is_refused(damage, words):
