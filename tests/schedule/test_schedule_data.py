@@ -123,7 +123,7 @@ OLD = "# schedule=1f1b vocab=none microbatches=1\nrank,pass,chunk,microbatch,sta
         (lambda text: text.replace("1F1", "1SEND_F1"), "line 2: '1SEND_F1' is not a pass .* format='compute_only'"),
         (lambda text: text + "# vocab=3\n", "CSV format: vocab method '3' is unknown"),
         (lambda text: text.replace("0F", "1F"), "placement must have each virtual stage"),
-        (lambda text: text.replace("1F", "1B"), "ranks with \\[0, 1\\] chunks"),
+        (lambda text: text.replace("1F", "1B"), "equally many, at least 1"),
         (lambda text: text.replace("0B0", "1B0"), "rank 0 has passes of stage 1, but no forward of this stage"),
         (lambda text: text.replace("0B1", "0B900"), "the schedule has 901 microbatches, but no rank lists more than 4"),
         (lambda text: "", "and equally many, at least 1, on every rank"),
