@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,8 +44,8 @@ WIDTH = 13.0
 """Width of a picture in inches; viewers would scale down a wider one. Seven entries of the legend fit."""
 
 
-def to_text(timeline: Timeline, width: int = 100) -> str:
-    """Return metrics, a table with a line per rank, and a text chart in `width` columns."""
+def to_text(timeline: Timeline) -> str:
+    """Return metrics, and a table with a line per rank."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
     rows = [["rank", "busy", "bubble %", "peak activation", "activation in host memory"]]
@@ -61,14 +60,6 @@ def to_text(timeline: Timeline, width: int = 100) -> str:
         "",
         *aligned([row[: 5 if schedule.offloaded else 4] for row in rows]),
     ]
-    column = timeline.makespan / width
-    # A mark that is the name of a kind explains itself.
-    shown = [kind for kind in PassKind if kind in schedule.kinds and kind.mark not in PassKind]
-    marks = "".join(f"{kind.mark} is {kind}, " for kind in shown)
-    legend = f"one column is {column:.4g} time units; shorter passes may be invisible; {marks}a dot is idle time"
-    lines += ["", legend]
-    middles = [(place + 0.5) * column for place in range(width)]
-    lines += [f"{rank:4d} {_row(timeline, rank, middles)}" for rank in range(schedule.pipeline_size)]
     return "\n".join(lines) + "\n"
 
 
@@ -100,18 +91,6 @@ def title(schedule: Schedule) -> str:
         f"{name}, vocabulary {schedule.vocab}{some}: {ranks} ranks, {chunks} per rank, "
         f"{schedule.microbatches} microbatches"
     )
-
-
-def _row(timeline: Timeline, rank: int, times: Sequence[float]) -> str:
-    """One character per entry of `times`: the mark of the pass that the rank runs at that time, or a dot."""
-    spans, order = timeline.spans[rank], timeline.schedule.ranks[rank]
-    starts = [start for start, _ in spans]
-    cells = []
-    for time in times:
-        place = bisect_right(starts, time) - 1
-        busy = place >= 0 and spans[place][1] > time
-        cells.append(order[place].kind.mark if busy else ".")
-    return "".join(cells)
 
 
 def to_picture(timeline: Timeline, file_format: str) -> bytes:

@@ -46,7 +46,7 @@ class MemoryLimits:
         return limits if self.host is None else limits | {Held.HOST_ACTIVATIONS: self.host[rank]}
 
 
-Memory = Mapping[Held, tuple[set[int], set[int]]]
+Memory = Mapping[Held, Sequence[set[int]]]
 """The passes that allocate each kind of memory and those that free it, as node numbers in the graph."""
 
 
@@ -179,15 +179,11 @@ class ListScheduler:
     ) -> None:
         # A pair is one pass: the forward's number stands for both, and uses the memory of both.
         second, pairs = set(backward_of.values()), backward_of.items()
-        if second:
-            orders = [[number for number in order if number not in second] for order in orders]
-            memory = {
-                held: (
-                    take | {one for one, two in pairs if two in take},
-                    give | {one for one, two in pairs if two in give},
-                )
-                for held, (take, give) in memory.items()
-            }
+        orders = [[number for number in order if number not in second] for order in orders]
+        memory = {
+            held: [users | {one for one, two in pairs if two in users} for users in both]
+            for held, both in memory.items()
+        }
         before, after = graph.predecessors, graph.successors
         if backwards:
             before, after = after, before

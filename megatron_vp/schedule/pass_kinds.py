@@ -47,8 +47,6 @@ class PassKind(StrEnum):
 
     meaning: str
     colour: str
-    mark: str
-    """character for the pass in text drawings, by default the first of its name"""
     per_chunk: bool
     """whether a rank runs one such pass per chunk and microbatch; otherwise it runs one per microbatch"""
     forward: bool
@@ -71,7 +69,7 @@ class PassKind(StrEnum):
     def __new__(cls, name: str, meaning: str = "", colour: str = "", more: Mapping[str, Any] | None = None) -> Self:
         """Make an entry; `more` are the properties that differ from `_DEFAULTS`."""
         kind = str.__new__(cls, name)
-        vars(kind).update(_DEFAULTS, mark=name[0], meaning=meaning, colour=colour, _value_=name)
+        vars(kind).update(_DEFAULTS, meaning=meaning, colour=colour, _value_=name)
         vars(kind).update(more or {})
         return kind
 
@@ -79,7 +77,7 @@ class PassKind(StrEnum):
     def _missing_(cls, value: object) -> Self:
         raise ValueError(f"{value!r} is not a pass; passes are {', '.join(cls)}")
 
-    IF = "IF", "embedding", "#B07AA1", {"mark": "i", "forward": True}
+    IF = "IF", "embedding", "#B07AA1", {"forward": True}
     F = "F", "forward", "#4C78A8", {"per_chunk": True, "forward": True, "holds": (Held.ACTIVATIONS,)}
     S = "S", "output layer, first pass", "#F28E2B", {"forward": True, "holds": (Held.LOGITS,)}
     T = "T", "output layer, second pass", "#EDC948", {"releases": (Held.LOGITS,)}
@@ -92,13 +90,12 @@ class PassKind(StrEnum):
         {"per_chunk": True, "waits_for": ("B",), "releases": (Held.ACTIVATIONS,)},
     )
     BW = "BW", "whole backward", "#3A7D34", {"per_chunk": True, "releases": _GIVEN}
-    IB = "IB", "embedding gradient", "#D37295", {"mark": "b"}
+    IB = "IB", "embedding gradient", "#D37295"
     O = (  # noqa: E741
         "O",
         "activations leave the device",
         "#7F7F7F",
         {
-            "mark": "o",
             "per_chunk": True,
             "waits_for": ("F",),
             "through": lambda rank, step: Copy(True, step.microbatch, step.chunk, rank),
@@ -111,7 +108,6 @@ class PassKind(StrEnum):
         "activations come back",
         "#4D4D4D",
         {
-            "mark": "r",
             "per_chunk": True,
             "waits_for": ("O",),
             "holds": (Held.ACTIVATIONS,),

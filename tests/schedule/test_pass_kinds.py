@@ -47,7 +47,7 @@ def remove(name):
 @pytest.fixture
 def kind():
     """A pass that checks the weights' gradients of a chunk, after the W of the same chunk and microbatch."""
-    yield define("Q", "gradient check", mark="q", per_chunk=True, waits_for=("W",))
+    yield define("Q", "gradient check", per_chunk=True, waits_for=("W",))
     remove("Q")
 
 

@@ -64,7 +64,7 @@ def to_slots(timeline):
         for step, (start, end) in zip(order, spans, strict=True):
             cells[round(start) : round(end)] = ["--"] * (round(end) - round(start))
             if end > start:
-                mark = step.kind.mark.lower() if step.chunk else step.kind.mark
+                mark = step.kind[0].lower() if step.chunk else step.kind[0]
                 cells[round(start)] = f"{mark}{step.microbatch}"
         lines.append(f"rank {rank}  {''.join(cells)}")
     return "\n".join(lines) + "\n"
