@@ -27,7 +27,7 @@ SPARE = 8
 
 def parts(slot: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Split a slot into consecutive parts of the given sizes, in bytes."""
-    return [slot[end - _padded(size) :][:size] for end, size in zip(_ends(sizes), sizes, strict=True)]
+    return [slot[start : start + size] for start, size in zip(_starts(sizes), sizes, strict=False)]
 
 
 class HostMemory:
@@ -46,7 +46,7 @@ class HostMemory:
         Forwards save different amounts if experts get different numbers of tokens. If all free slots are too small, a
         larger one, with room to spare, replaces the smallest. So there are never more slots than are used at once.
         """
-        free, room = self._free[chunk], max(_ends(sizes), default=0)
+        free, room = self._free[chunk], _starts(sizes)[-1]
         first = bisect_left(free, room, key=torch.Tensor.numel)
         if first < len(free):
             return free.pop(first)
@@ -94,9 +94,6 @@ def _unpin(slot: torch.Tensor) -> None:
     assert error == torch.cuda.cudart().cudaError.success, f"cannot unpin host memory: {error}"
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    return list(accumulate(map(_padded, sizes)))
+def _starts(sizes: Sequence[int]) -> list[int]:
+    """Where each part starts; the last entry is the size of the slot."""
+    return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))

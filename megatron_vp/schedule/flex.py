@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -147,23 +148,22 @@ class _Search:
         return min(makespan for makespan, _ in found.first)
 
     def best_by_level(self, count: int) -> list[str]:
-        """For each of the `LEVELS` highest peaks, highest first, the `count` shapes with the shortest makespans."""
-        by_level: dict[int, list[Shape]] = {}
-        for shape in self._near_the_limit():
-            by_level.setdefault(self.peak(shape), []).append(shape)
-        levels = sorted(by_level, reverse=True)[:LEVELS]
-        return [str(shape) for level in levels for shape in sorted(by_level[level], key=self.makespan)[:count]]
+        """For each of the `LEVELS` highest peaks, highest first, the `count` shapes with the shortest makespans.
 
-    def _near_the_limit(self) -> list[Shape]:
-        """For each gap, the shapes with the `LEVELS` highest peaks within the limit; sorted by slack and gap."""
-        slacks = range(2 * self.sample.pipeline_size + 1)
-        found = []
+        For each gap, only the shapes with the `LEVELS` highest peaks within the limit are compared.
+        """
+        by_level: dict[int, list[Shape]] = defaultdict(list)
         for gap in GAPS:
-            top = bisect_right(slacks, self.most, key=lambda slack: self.peak(Shape(slack, gap))) - 1
+            shapes = [Shape(slack, gap) for slack in range(2 * self.sample.pipeline_size + 1)]
+            fitting = bisect_right(shapes, self.most, key=self.peak)
             levels: set[int] = set()
-            for slack in range(top, -1, -1):
-                levels.add(self.peak(Shape(slack, gap)))
+            for shape in reversed(shapes[:fitting]):
+                levels.add(self.peak(shape))
                 if len(levels) > LEVELS:
                     break
-                found.append(Shape(slack, gap))
-        return sorted(shape for shape in found if self.peak(shape) <= self.most)
+                by_level[self.peak(shape)].append(shape)
+        found = []
+        for level in sorted((level for level in by_level if level <= self.most), reverse=True)[:LEVELS]:
+            best = sorted(by_level[level], key=lambda shape: (self.makespan(shape), shape))
+            found += map(str, best[:count])
+        return found

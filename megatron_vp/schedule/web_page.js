@@ -5,7 +5,7 @@ const page = JSON.parse(document.getElementById("page").textContent);
 const about = document.getElementById("about");
 const GUTTER = 58, AXIS = 18; // pixels for rank names and for the time axis
 const LONGEST = Math.max(...page.schedules.map((each) => each.makespan)) || 1;
-const shown = { from: page.from, until: page.until };
+const shown = { from: 0, until: LONGEST };
 const chosen = { view: null, node: null, kept: false, chain: false };
 
 const number = (value) => String(Number(value.toPrecision(6)));

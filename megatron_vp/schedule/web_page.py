@@ -23,8 +23,6 @@ def to_html(timelines: Sequence[Timeline]) -> str:
         styles.append(draw.Style("", 0, draw.COPIES, "activations in host memory"))
     places: dict[tuple[str, int], int] = {style[:2]: place for place, style in enumerate(styles)}
     page = {
-        "from": 0.0,
-        "until": max(timeline.makespan for timeline in timelines) or 1,
         "peak": max(max(*each.peak_activation, *each.peak_host) for each in timelines),
         "host_colour": draw.COPIES,
         "styles": [style._asdict() for style in styles],
