@@ -230,7 +230,7 @@ def schedules() -> str:
     """A table of all values of `--pipeline-schedule`."""
     from megatron_vp.schedule import FAMILIES
 
-    rows = [(f"`{name}`", family.summary, family.peak) for name, family in FAMILIES.items()]
+    rows = [(f"`{name}`", family.summary, f"`{family.peak}`") for name, family in FAMILIES.items()]
     return table(("`--pipeline-schedule`", "description", "peak activations of rank r, in microbatches"), rows)
 
 

@@ -26,7 +26,7 @@ class BuildingBlock:
     a microbatch occupies a rank for one interval in total. If `group` is above 1, the microbatches of a group start
     `interval` / chunks apart, because a rank takes the whole group through one chunk before the next chunk.
 
-    If `overlaps` is given, the backwards of its pairs are whole, and all other backwards are split.
+    The backwards of the pairs in `overlaps` are whole, and all other backwards of a block with such pairs are split.
     """
 
     placement: Placement
@@ -37,7 +37,7 @@ class BuildingBlock:
     backward: tuple[float, ...]
     weight: tuple[float, ...] | None
     group: int = 1
-    overlaps: Overlaps | None = None
+    overlaps: Overlaps = lambda rank, microbatches, barriers: ()
 
     @classmethod
     def in_slots(

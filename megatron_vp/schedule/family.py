@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import ceil, floor, gcd
-from types import CodeType
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.blocks import BuildingBlock
@@ -124,12 +121,7 @@ class Family:
             most = peak(self.fixed.ranks[rank], Held.ACTIVATIONS)
         else:
             sizes = {"p": pipeline_size, "r": rank, "v": chunks}
-            most = round(chunks * eval(self._peak, {"ceil": ceil, "floor": floor, "gcd": gcd}, sizes))
+            most = round(chunks * eval(self.peak, {"ceil": ceil, "floor": floor, "gcd": gcd}, sizes))
             if method.is_sharded:
                 most += method.barriers * chunks
         return min(most, microbatches * chunks)
-
-    @cached_property
-    def _peak(self) -> CodeType:
-        """The formula in Python: a number or a bracket multiplies what follows it."""
-        return compile(re.sub(r"(?<=[\d)])\s*(?=[(pvr])", "*", self.peak), self.name, "eval")

@@ -46,8 +46,8 @@ def offload(nominal: Nominal, chunks: int, costs: Costs) -> Nominal:
     schedule = nominal.schedule
     orders = []
     for rank, order in enumerate(schedule.ranks):
-        pairs = nominal.pairs[rank] if nominal.pairs else ()
-        placing = _Placing(order, nominal.spans[rank], {first for first, _ in pairs}, nominal.interval)
+        pair_starts = {first for first, _ in nominal.pairs[rank]}
+        placing = _Placing(order, nominal.spans[rank], pair_starts, nominal.interval)
         moved = placing.longest_lived(chunks)
         while moved:
             durations = {

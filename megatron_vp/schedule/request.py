@@ -154,7 +154,7 @@ class ScheduleRequest:
             schedule = self.family.order(self.pipeline_size, self.microbatches)
             spans = simulate(schedule, self.costs).spans
             busiest = max(sum(end - start for start, end in each) for each in spans)
-            return Nominal(schedule, (), spans, busiest / self.microbatches)
+            return Nominal(schedule, ((),) * self.pipeline_size, spans, busiest / self.microbatches)
         assert self.family.block is not None
         # Nominal times only determine the order of passes, so mean costs over ranks and stages are precise enough. The
         # block's forwards include the vocabulary work, so that the nominal times leave time for this work.

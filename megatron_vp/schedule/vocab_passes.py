@@ -48,10 +48,8 @@ def nominal_schedule(
         for chunk, stage in enumerate(stages):
             timed += [(starts[stage] + late, Pass(kind, 0, chunk)) for kind, starts, late in chunked]
         ranks.append(_repeat(timed, block, microbatches))
-    pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
-    if block.overlaps is not None:
-        pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
-        ranks = list(map(_with_whole_backwards, ranks, pairs))
+    pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
+    ranks = list(map(_with_whole_backwards, ranks, pairs))
     took = dict.fromkeys(vocab.passes, 4 * width)
     took |= {PassKind.F: block.forward_time} | dict.fromkeys((PassKind.B, PassKind.W, PassKind.BW), block.backward_time)
     orders = tuple(tuple(step for _, step in timed) for timed in ranks)
