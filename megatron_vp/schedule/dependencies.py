@@ -179,21 +179,20 @@ class _Rules:
     def passes_of_choice(self) -> None:
         """Add the optional passes (such as O and R) with the dependencies that `PassKind` defines for them."""
         own = [(rank, step) for rank, step in sorted(self.variant) if step.kind not in BASE_KINDS]
-        places = {node: place for place, node in enumerate(self.nodes)}
-        places |= {Step(rank, step): self.add(Step(rank, step), []) for rank, step in own}
         for rank, step in own:
-            of_kind = {kind: places.get(Step(rank, step._replace(kind=kind))) for kind in PassKind}
-            before = [place for kind in step.kind.waits_for if (place := of_kind[PassKind(kind)]) is not None]
-            if step.kind.through is not None:
-                before = [self.add(step.kind.through(rank, step), before)]
-            self.before[places[Step(rank, step)]] += before
-            givers = [kind for kind in BASE_KINDS if set(kind.releases) & set(step.kind.holds)]
-            filled = places[Step(rank, step)]
-            if step.kind.filled_by is not None:
-                filled = self.add(step.kind.filled_by(rank, step), [filled])
-            for giver in map(of_kind.get, givers):
-                if giver is not None:
-                    self.before[giver].append(filled)
+            self.add(Step(rank, step), [])
+        places = {node: place for place, node in enumerate(self.nodes)}
+        for rank, step in own:
+            kind, filled = step.kind, places[Step(rank, step)]
+            of_kind = {each: places.get(Step(rank, step._replace(kind=each))) for each in PassKind}
+            before = [place for each in kind.waits_for if (place := of_kind[PassKind(each)]) is not None]
+            self.before[filled] += before if kind.through is None else [self.add(kind.through(rank, step), before)]
+            if kind.filled_by is not None:
+                filled = self.add(kind.filled_by(rank, step), [filled])
+            for giver in BASE_KINDS:
+                place = of_kind[giver]
+                if place is not None and {*giver.releases} & {*kind.holds}:
+                    self.before[place].append(filled)
 
     def output_layer(self, last_forward: int) -> list[int]:
         """Add S and T, or V, with their collectives and the loss. Returns the nodes that the last stage's B awaits."""

@@ -11,12 +11,12 @@ import sys
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.family import Family
-from megatron_vp.schedule.generators.v_shapes import Shape
+from megatron_vp.schedule.generators.v_shapes import Shape, v_flex
 from megatron_vp.schedule.graph import Graph, gc_paused
 from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.pass_kinds import Held
@@ -102,7 +102,7 @@ def shaped(family: Family, shape: str, most: int | None = None) -> Family:
             f"{shape!r} is not a shape of {family.name}; use one of {names}, or two numbers in the form "
             "slack=NUMBER,gap=NUMBER"
         )
-    return replace(family, shape=shape, block=block.block, limit=sys.maxsize if most is None else most)
+    return replace(family, shape=shape, block=partial(v_flex, block), limit=sys.maxsize if most is None else most)
 
 
 class _Generated(NamedTuple):

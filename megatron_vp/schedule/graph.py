@@ -36,10 +36,6 @@ class Pattern:
 
     def __init__(self, nodes: Sequence[Node], before: Sequence[Sequence[int]]) -> None:
         self.nodes, self.before = nodes, before
-        self.after: list[list[int]] = [[] for _ in nodes]
-        for place, earlier in enumerate(before):
-            for one in earlier:
-                self.after[one].append(place)
         self.place = {node: place for place, node in enumerate(nodes)}
         self.place_of_pass = {
             (node.rank, node.action.kind, node.action.chunk): place
@@ -62,7 +58,10 @@ class Graph:
         self._bases = list(accumulate((len(pattern.nodes) for pattern in patterns), initial=0))[:-1]
         numbered = list(zip(self._bases, patterns, strict=True))
         self.predecessors = [[base + one for one in places] for base, each in numbered for places in each.before]
-        self.successors = [[base + one for one in places] for base, each in numbered for places in each.after]
+        self.successors: list[list[int]] = [[] for _ in self.predecessors]
+        for number, earlier in enumerate(self.predecessors):
+            for one in earlier:
+                self.successors[one].append(number)
         communicators: dict[str, int] = {}
 
         def lane(node: Node) -> int:

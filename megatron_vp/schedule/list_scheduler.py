@@ -88,14 +88,14 @@ class _MemoryPool:
         del self.levels[index]
 
 
-def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int], backwards: bool) -> list[_MemoryPool]:
+def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int]) -> list[_MemoryPool]:
     """The memory pools of a rank's passes."""
     pools = []
     for held, limit in limits.items():
         takes, gives = (list(map(each.__contains__, order)) for each in memory[held])
         # In a schedule for evaluation, every pass frees what it allocates, so there is nothing to limit.
         if takes != gives:
-            pools.append(_MemoryPool(*((gives, takes) if backwards else (takes, gives)), limit))
+            pools.append(_MemoryPool(takes, gives, limit))
     return pools
 
 
@@ -181,7 +181,7 @@ class ListScheduler:
         second, pairs = set(backward_of.values()), backward_of.items()
         orders = [[number for number in order if number not in second] for order in orders]
         memory = {
-            held: [users | {one for one, two in pairs if two in users} for users in both]
+            held: [users | {one for one, two in pairs if two in users} for users in (both[::-1] if backwards else both)]
             for held, both in memory.items()
         }
         before, after = graph.predecessors, graph.successors
@@ -194,7 +194,7 @@ class ListScheduler:
         # The queue that a pass joins when it is ready, and its key in the queue; None for other nodes.
         self.joins: list[tuple[Ready, int] | None] = [None] * len(durations)
         for index, order in enumerate(orders):
-            rank = _Rank(order, _pools(order, memory, limits.of(index), backwards))
+            rank = _Rank(order, _pools(order, memory, limits.of(index)))
             self.ranks.append(rank)
             for place, (number, (pools, ready)) in enumerate(zip(order, rank.queue_of, strict=True)):
                 self.joins[number] = ready if pools or after[number] else rank.fillers, -place

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vp.schedule import FAMILIES, PassCosts, family, from_csv, generate, simulate
-from megatron_vp.schedule.generators.v_shapes import _v_flex
+from megatron_vp.schedule.generators.v_shapes import v_flex
 from megatron_vp.schedule.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +75,7 @@ def test_the_docstring_shows_the_order_and_numbers_its_phases(name):
     chunks, limit = family(name).chunks_of(None), 3.5 if name == "v-flex" else None
     costs = PassCosts(F=chunks, B=chunks, W=chunks, S=1, T=0, IF=0, IB=0)
     drawn = to_slots(simulate(generate(name, 4, 5, costs=costs, activation_limit=limit), costs))
-    generator = _v_flex if name == "v-flex" else family(name).block or family(name).order
+    generator = v_flex if name == "v-flex" else family(name).block or family(name).order
     said = inspect.getdoc(generator).splitlines()
     assert [line.strip() for line in said if line.strip().startswith("rank ")] == drawn.splitlines()
     assert [line[:3] for line in said if line[1:3] == ". "] == ["1. ", "2. ", "3. "]

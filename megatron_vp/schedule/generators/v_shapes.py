@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, count
 from typing import NamedTuple
 
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
-from megatron_vp.schedule.family import Block
 from megatron_vp.schedule.placement import Placement
 
 
@@ -129,13 +127,8 @@ class Shape(NamedTuple):
         match = re.fullmatch(r"slack=(\d{1,6}),gap=(\d{1,2})", text)
         return cls(int(match[1]), int(match[2])) if match else None
 
-    @property
-    def block(self) -> Block:
-        """The function that builds this shape's building block, for `Family.block`."""
-        return partial(_v_flex, self)
 
-
-def _v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+def v_flex(shape: Shape, pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
     """Build the block of a shape.
 
     The nominal times place each W right after its B. The times of two passes may overlap, because they determine only
