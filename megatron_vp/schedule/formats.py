@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
 from typing import Any
 
 from megatron_vp.errors import UserError
@@ -29,13 +28,15 @@ METHOD = "# vocab="
 
 def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
     """The schedule as JSON. If a timeline is given, the JSON also contains metrics and each pass's start and end."""
-    spans = timeline.spans if timeline else [repeat(None)] * schedule.pipeline_size
     document = _head(schedule)
     document["ranks"] = [
-        [_entry(step, span) for step, span in zip(order, times, strict=False)]
-        for order, times in zip(schedule.ranks, spans, strict=True)
+        [{"pass": step.kind.value, "chunk": step.chunk, "microbatch": step.microbatch} for step in order]
+        for order in schedule.ranks
     ]
     if timeline:
+        for order, spans in zip(document["ranks"], timeline.spans, strict=True):
+            for entry, (start, end) in zip(order, spans, strict=True):
+                entry |= {"start": start, "end": end}
         document["metrics"] = {
             "makespan": timeline.makespan,
             "bubble_fraction": timeline.bubble_fraction,
@@ -57,11 +58,6 @@ def _head(schedule: Schedule) -> dict[str, Any]:
         "microbatches": schedule.microbatches,
         "placement": schedule.placement.stage_of,
     } | {key: value for key, value in optional.items() if value}
-
-
-def _entry(step: Pass, span: tuple[float, float] | None) -> dict[str, object]:
-    entry: dict[str, object] = {"pass": step.kind.value, "chunk": step.chunk, "microbatch": step.microbatch}
-    return entry | {"start": span[0], "end": span[1]} if span else entry
 
 
 def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
@@ -42,12 +43,18 @@ def nominal_schedule(
     chunked = [(PassKind.F, block.forward, 0.0), (PassKind.B, block.backward, delay)]
     if block.weight is not None:
         chunked.append((PassKind.W, block.weight, delay))
+    arrivals = [(microbatch, block.arrival(microbatch)) for microbatch in range(microbatches)]
     ranks: list[list[TimedPass]] = []
     for rank, stages in enumerate(block.placement.stage_of):
         timed = _vocabulary_passes(block, rank, delay, width) if rank in vocab_ranks else []
         for chunk, stage in enumerate(stages):
             timed += [(starts[stage] + late, Pass(kind, 0, chunk)) for kind, starts, late in chunked]
-        ranks.append(_repeat(timed, block, microbatches))
+        repeated = [
+            (start + arrival, Pass(first.kind, microbatch, first.chunk))
+            for microbatch, arrival in arrivals
+            for start, first in timed
+        ]
+        ranks.append(sorted(repeated, key=itemgetter(0)))
     pairs = tuple(tuple(block.overlaps(rank, microbatches, vocab.barriers)) for rank in range(len(ranks)))
     ranks = list(map(_with_whole_backwards, ranks, pairs))
     took = dict.fromkeys(vocab.passes, 4 * width)
@@ -96,11 +103,3 @@ def _vocabulary_passes(block: BuildingBlock, rank: int, delay: float, width: flo
         (start + math.ceil((after - start) / block.step - 1e-6) * block.step, Pass(kind, 0))
         for kind, start, after in parts
     ]
-
-
-def _repeat(timed: list[TimedPass], block: BuildingBlock, microbatches: int) -> list[TimedPass]:
-    repeated: list[TimedPass] = []
-    for microbatch in range(microbatches):
-        arrival = block.arrival(microbatch)
-        repeated += [(start + arrival, Pass(first.kind, microbatch, first.chunk)) for start, first in timed]
-    return sorted(repeated, key=lambda item: item[0])
