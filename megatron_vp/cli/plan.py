@@ -182,14 +182,14 @@ class Answer:
 
         columns = self._columns()
         rows = [[text(each) for text in columns.values()] for each in sorted(listed, key=place)]
-        reasons = dict[str, dict[str, None]]()
+        schedules = dict[str, dict[str, None]]()
         for plan, reason in search.impossible:
-            reasons.setdefault(reason, {})[plan.schedule] = None
+            schedules.setdefault(reason.partition("; ")[0], {})[plan.schedule] = None
         lines = [
             *(self.sentence(), *self._how_to_run(), "", self.request.title, self.request.job.layers.line),
             *(memory_used(verdict.best, limit), *self._searched(), table([*columns], rows).rstrip(), self._legend()),
             *([self.refused] if self.refused else []),
-            *(f"not possible: {reason} ({', '.join(schedules)})" for reason, schedules in reasons.items()),
+            *(f"not possible: {reason} ({', '.join(names)})" for reason, names in schedules.items()),
         ]
         return "\n".join([*lines, *self.request.notes, ""])
 
@@ -236,7 +236,6 @@ class Answer:
 
     def _columns(self) -> dict[str, Callable[[Prediction], str]]:
         """The columns of the table: headings, and what is said of a run."""
-        limit, gpus = self.search.limit, self.request.job.gpus
         columns: dict[str, Callable[[Prediction], str]] = {}
         for name in SIZES if self.searching else ():
             columns[name.replace("_", "\n")] = lambda each, name=name: str(getattr(each.job, name))
@@ -244,13 +243,12 @@ class Answer:
             "<schedule": lambda each: each.plan.label,
             "<vocabulary": lambda each: each.plan.title + " *" * each.given,
             "s / iteration": lambda each: seconds(each.iteration_seconds),
-            "tokens / s\nper GPU": lambda each: f"{each.tokens_per_second / gpus:,.0f}",
             "GiB": lambda each: f"{each.peak_memory / GIB:.1f}",
         }
         if self.search.offload:
             columns["host\nGiB"] = lambda each: f"{max((rank.host for rank in each.copies), default=0) / GIB:.1f}"
         if not self.searching:
-            columns["<bound by"] = lambda each: each.bound_by(limit)
+            columns["<bound by"] = lambda each: each.bound_by(self.search.limit)
         return columns
 
     def _name(self, each: Prediction) -> str:
