@@ -39,7 +39,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 LOSS = re.compile(r"iteration\s+(\d+)/\s*\d+ .*?lm loss: (\S+)")
 OURS = {
-    "1f1b vocab-2": ["--vocab-parallel"],
+    "1f1b vocab-2": ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-2"],
     "v-half vocab-1": ["--vocab-parallel", "--pipeline-schedule", "v-half", "--vocab-parallel-algorithm", "vocab-1"],
 }
 SCRIPT = ("pretrain_gpt_vp.py",)

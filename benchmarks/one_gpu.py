@@ -33,7 +33,7 @@ TOLERANCE = 3e-3 if GPU else 1e-4
 V_HALF = ["--vocab-parallel", "--pipeline-schedule", "v-half", "--vocab-parallel-algorithm", "vocab-1"]
 JOBS = {
     "plain": [],
-    "1f1b-vocab-2": ["--vocab-parallel"],
+    "1f1b-vocab-2": ["--vocab-parallel", "--vocab-parallel-algorithm", "vocab-2"],
     "v-half-vocab-1": V_HALF,
     "v-half-offload": [*V_HALF, "--offload-chunks", "1"],
 }

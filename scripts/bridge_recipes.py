@@ -267,7 +267,7 @@ def by_family(rows: Sequence[Simulated]) -> str:
     """A table of times and memory by family and GPU, for the GPUs that the cost model knows."""
     known = [row for row in rows if row.found and row.gpu in SIMULATED]
     lines = [
-        "| family | GPU | recipes | mean ratio | least | most | slower | GiB plain | GiB split |",
+        "| family | GPU | recipes | mean ratio | least | most | unchanged | GiB plain | GiB split |",
         "|---" * 9 + "|",
     ]
     groups = dict.fromkeys((row.family, row.gpu) for row in known)
@@ -275,9 +275,8 @@ def by_family(rows: Sequence[Simulated]) -> str:
         those = [row for row in known if family == "**all**" or (row.family, row.gpu) == (family, gpu)]
         ratios = [row.ratio for row in those]
         if those:
-            numbers = (
-                f"{fmean(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} | {sum(each < 1 for each in ratios)}"
-            )
+            unchanged = sum(len({each["plan"]["method"] for each in row.found}) == 1 for row in those)
+            numbers = f"{fmean(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} | {unchanged}"
             memory = " | ".join(f"{fmean(row.memory[way] for row in those):.1f}" for way in (0, 1))
             lines.append(f"| {family} | {gpu.upper()} | {len(those)} | {numbers} | {memory} |")
     return "\n".join(lines)

@@ -77,10 +77,11 @@ class Job:
         plain = self._judged(*self.words)
         if plain is not None:
             return (plain,)
+        split = ("--vocab-parallel", "--vocab-shards", "even")  # Even where nothing is gained.
         return (
             None,
-            self._judged(*self.words, "--vocab-parallel"),
-            self._judged(*self._without_stages(), "--vocab-parallel", "--pipeline-schedule", "v-half"),
+            self._judged(*self.words, *split),
+            self._judged(*self._without_stages(), *split, "--pipeline-schedule", "v-half"),
         )
 
     def _judged(self, *words: str) -> str | None:

@@ -108,7 +108,7 @@ def main() -> None:
     console.print(f"[bold]2/3 training[/]: {RANKS} pipeline ranks on {device}; same weights, same data")
     plain, split = output / "plain", output / ALGORITHM
     _train("plain Megatron", plain, extra)
-    _train("vocabulary parallel", split, [*extra, "--vocab-parallel"])
+    _train("vocabulary parallel", split, [*extra, "--vocab-parallel", "--vocab-shards=even"])
     console.print(f"[bold]3/3 comparison[/]: megatron-vp report {plain} {split}")
     runs = read_two_runs(plain, split)
     _say(runs.text())

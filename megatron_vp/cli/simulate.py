@@ -25,6 +25,8 @@ from megatron_vp.cli.planning import (
 from megatron_vp.cli.result_output import format_for, write
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import files_and_flags
+from megatron_vp.jobs.vocab_shards import STAYS_WHOLE
+from megatron_vp.schedule import VocabMethod
 
 if TYPE_CHECKING:
     from megatron_vp.cost.layers.shapes import Job, Plan
@@ -120,6 +122,7 @@ def _table(request: Request, found: Prediction) -> str:
             f"excess work of the busiest rank {part['imbalance']:.3g} s, bubble {part['bubble']:.3g} s, "
             f"communication {part['communication']:.3g} s, gradient synchronisation and optimizer {found.step:.3g} s",
             f"{memory_used(found, request.limit)}; bound by {found.bound_by(request.limit)}",
+            *([STAYS_WHOLE] if request.config.get("vocab_parallel") and plan.vocab is VocabMethod.NONE else []),
             *_copies(request, found),
             "",
             memory + "\n".join(request.notes),

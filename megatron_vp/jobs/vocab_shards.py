@@ -26,6 +26,11 @@ def shards_of(text: object) -> str | tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
+STAYS_WHOLE = (
+    "--vocab-parallel gains nothing here: no split of the vocabulary is predicted to be faster and to fit into memory, "
+    "so Megatron's own vocabulary layers are kept, as without the flag; another schedule, another layout or fewer "
+    "stages may gain (megatron-vp plan says which), and --vocab-shards even splits in any case"
+)
 NEEDS_VOCAB_PARALLEL = (
     "--vocab-shards {vocab_shards} has no effect without --vocab-parallel: add --vocab-parallel, or leave "
     "--vocab-shards out"

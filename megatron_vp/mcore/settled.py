@@ -107,6 +107,8 @@ class ChosenRows:
     """Why the plug-in chose these rows; None if the user gave them, or for equal shards that need no explanation."""
     layout: str | None = None
     """The layout chosen with the rows (for a hybrid model, a pattern with `|`); None to keep the user's layout."""
+    whole: bool = False
+    """Whether the vocabulary layers stay whole: the job is the one without --vocab-parallel."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from megatron_vp.cost.planning.balanced import (
     EVEN_BAND,
     _Search,
     balanced,
+    best_shards,
     unit_of_rows,
 )
 from megatron_vp.cost.planning.candidates import balanced_layers
@@ -101,6 +102,33 @@ def test_a_layout_of_the_user_stays():
     with pytest.raises(UserError, match="does not match 7 layers"):
         balanced(JOB, Plan(vocab=TWO, layers=(1, 2, 3, 2)), H100, layout_given=True)
     assert balanced(JOB, Plan(vocab=TWO, layers=given_layers), H100) == balanced(JOB, Plan(vocab=TWO), H100)
+
+
+LARGE = replace(MODEL, hidden=4096, heads=32, ffn=16384)
+
+
+@pytest.mark.parametrize(
+    ("layers", "vocab", "kept"),
+    [((3, 4, 4, 3), 8192, True), ((4, 4, 4, 2), 98304, False), ((3, 4, 4, 2), 131072, False)],
+)
+def test_in_a_given_layout_the_flag_never_loses(layers, vocab, kept):
+    model = replace(LARGE, layers=sum(layers), vocab=vocab)
+    job = Job(model, sequence=4096, micro_batch=1, microbatches=256, pipeline=4, data=32)
+    plan, whole = Plan(vocab=TWO, layers=layers), predict(job, Plan(layers=layers), H100)
+    found, even = best_shards(job, plan, H100, 79e9, True)[0], predict(job, plan, H100)
+    assert (found.layers, found.vocab is TWO) == (layers, not kept)
+    assert predict(job, found, H100).iteration_seconds <= whole.iteration_seconds
+    assert kept or (found.vocab_rows[3] == max(found.vocab_rows) and not found.vocab_rows[1])
+    assert (even.iteration_seconds > whole.iteration_seconds) == (vocab < 131072)
+    if kept:
+        assert best_shards(job, plan, find_hardware("cpu"), 79e9, True)[0].vocab is TWO
+
+
+def test_heads_that_predict_further_stay_with_ranks_that_hold_rows():
+    model = replace(LARGE, layers=15, vocab=32768, mtp_heads=("*",), behind_mtp=1)
+    job = Job(model, sequence=4096, micro_batch=1, microbatches=16, pipeline=4)
+    found, _ = best_shards(job, Plan(vocab=TWO, layers=(5, 5, 4, 1)), H100, 79e9, True)
+    assert found.vocab is VocabMethod.NONE or found.vocab_rows is None or found.vocab_rows[2]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -10,7 +10,9 @@ import pytest
 from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import read_sizes
+from megatron_vp.jobs.vocab_shards import STAYS_WHOLE
 from megatron_vp.mcore import settled
+from megatron_vp.mcore.start.banner import describe_run
 from megatron_vp.mcore.start.preflight import check_job
 from megatron_vp.schedule import FAMILIES, PassCosts, VocabMethod
 from tests.harness.ranks import run_ranks
@@ -33,6 +35,26 @@ def test_a_job_is_settled_from_its_words():
         job.arguments.lr = 1.0
     plain = check_job(["--cpu", *tiny_model(pipeline_model_parallel_size=2)], 2)
     assert not plain.settings.replaces_schedule and plain.method is VocabMethod.NONE and plain.order is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "split"),
+    [([], False), (["--vocab-shards", "even"], True), (["--vocab-parallel-algorithm", "vocab-2"], True)],
+    ids=str,
+)
+def test_a_flag_that_gains_nothing_leaves_the_job_as_it_is(asked, split):
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "max_position_embeddings": 4096}
+    layout = {
+        "pipeline_model_parallel_size": 4,
+        "pipeline_model_parallel_layout": "Et*3|t*4|t*4|t*3L",
+        "num_layers": 14,
+    }
+    words = tiny_model(**sizes, **layout, vocab_size=8000, micro_batch_size=1, global_batch_size=8192, bf16=True)
+    plain, job = (check_job([*words, *more], 128, nodes="te=no,apex=no") for more in ([], ["--vocab-parallel", *asked]))
+    changed = {name for name, value in vars(plain.arguments).items() if value != getattr(job.arguments, name)}
+    assert (job.settings == plain.settings, job.shards.whole) == (not split, not split) and bool(changed) == split
+    kept = [line for line in describe_run(job, 128) if line == STAYS_WHOLE]
+    assert bool(kept) == (not split)
 
 
 FLEXIBLE = ["--pipeline-schedule", "v-flex", "--activation-limit", "3"]

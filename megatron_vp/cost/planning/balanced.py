@@ -11,8 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 
+from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.bounds import ROUNDING, bound
@@ -22,6 +23,7 @@ from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.cost.planning.stage_costs import layers_of, single_microbatch, stage_times
 from megatron_vp.cost.ranks.pass_times import PassTimes, Split
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
+from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.schedule import Schedule, VocabMethod, family
 from megatron_vp.schedule.graph import gc_paused
@@ -48,12 +50,40 @@ needs least memory is chosen.
 
 
 @gc_paused()
+def best_shards(
+    job: Job, plan: Plan, hardware: Hardware, limit: float, layout_given: bool = False
+) -> tuple[Plan, float]:
+    """As `balanced`, but without vocabulary parallelism if shards would gain neither time nor memory.
+
+    A whole run keeps the plan's schedule and layers. If neither it nor shards fit into `limit` bytes, it is taken to
+    fit, and shards may need as much memory, up to the error of predictions. On CPU hardware, whose times are known only
+    to an order of magnitude, the vocabulary layers are always split. Raises UserError like `balanced`.
+    """
+    if not hardware.is_gpu:
+        return balanced(job, plan, hardware, limit, layout_given)
+    try:
+        whole = evaluate(replace(plan, vocab=VocabMethod.NONE, vocab_rows=None), job, hardware)
+    except UserError:  # Only with shards can this job run.
+        return balanced(job, plan, hardware, limit, layout_given)
+    limits = [limit] if whole.fits(limit) else [limit, (1 + ERROR_BAND["memory"]) * whole.peak_memory]
+    for most, band in product(limits, (EVEN_BAND, 0.0)):
+        found, gain = balanced(job, plan, hardware, most, layout_given, band)
+        split = evaluate(found, job, hardware)
+        least = TIE if split.peak_memory >= whole.peak_memory else 0.0
+        gains = split.iteration_seconds <= (1 - least) * whole.iteration_seconds
+        if split.fits(most) and (gains or not whole.fits(most)):  # Where whole layers do not fit, memory is the gain.
+            return found, gain
+    return whole.plan, 1.0
+
+
+@gc_paused()
 def balanced(
     job: Job,
     plan: Plan,
     hardware: Hardware,
     memory_limit: float | None = None,
     layout_given: bool = False,
+    band: float = EVEN_BAND,
 ) -> tuple[Plan, float]:
     """Return `plan` (vocab-1 or vocab-2) with the layers and rows with which it is predicted to be fastest within
     `memory_limit`, and its speed-up over even shards in the user's layout or, if there is none, training's own.
@@ -62,12 +92,12 @@ def balanced(
         plan: its `vocab_rows` are ignored.
         memory_limit: bytes per rank; None: unlimited. The limit is ignored on CPU hardware, and if it cannot be met.
         layout_given: whether the user set the plan's layers; if so, only rows are assigned.
+        band: even shards are kept if they are predicted to be at most this fraction slower than the best shards.
 
-    The result is deterministic: all ranks of a job compute the same layers and rows. Even shards are kept if they fit
-    and are predicted to be at most EVEN_BAND slower than the best shards, or if the method, the schedule or the
-    vocabulary size rules out uneven shards. On CPU hardware, whose times are known only to an order of magnitude, even
-    shards are also kept if all stages have equally many layers. Raises UserError if the layers cannot be distributed
-    over the stages.
+    The result is deterministic: all ranks of a job compute the same layers and rows. Even shards are also kept
+    if the method, the schedule or the vocabulary size rules out uneven shards. On CPU hardware, whose times are known
+    only to an order of magnitude, even shards are also kept if all stages have equally many layers. Raises UserError if
+    the layers cannot be distributed over the stages.
     """
     plan = replace(plan, vocab_rows=None) if layout_given else replace(plan, vocab_rows=None, layers=None)
     search = _Search(job, plan, hardware, memory_limit if hardware.is_gpu else None)
@@ -77,7 +107,7 @@ def balanced(
     first = search.predict(even)
     # If the even shards fit, they are kept unless another plan takes at most `longest` seconds. No plan whose lower
     # bound exceeds `longest` is simulated: it is too slow to replace the even shards, or to tie with the fastest plan.
-    longest = first.iteration_seconds / (1 + EVEN_BAND) if search.fits(first) else math.inf
+    longest = first.iteration_seconds / (1 + band) if search.fits(first) else math.inf
     if search.least_of_all() > longest:
         return even, 1.0
     found = [first]
@@ -89,7 +119,7 @@ def balanced(
                 longest = min(longest, (1 + TIE) * found[-1].iteration_seconds)
     found = list(filter(search.fits, found)) or found
     fastest = min(each.iteration_seconds for each in found)
-    if first in found and first.iteration_seconds <= (1 + EVEN_BAND) * fastest:
+    if first in found and first.iteration_seconds <= (1 + band) * fastest:
         return even, 1.0
     tied = (each for each in found if each.iteration_seconds <= (1 + TIE) * fastest)
     best = min(tied, key=lambda each: each.peak_memory)
@@ -146,7 +176,10 @@ class _Search:
         if self.plan.layers is None:
             groups = divisions(layer_seconds(self.times), self.placement, self.cost)
         else:
-            groups = [[(self.plan.layers, range(self.job.pipeline))]]
+            p = self.job.pipeline
+            counts = sorted({1, p - 1, *(2**power for power in range(p.bit_length()) if 2**power < p)})
+            holders = (range(p), *map(range, counts), *(range(p - count, p) for count in counts))
+            groups = [[(self.plan.layers, each)] for each in holders]
         assigned = [[plan for division in group if (plan := self.assigned(*division))] for group in groups]
         return list(dict.fromkeys(min(group, key=lambda each: each[1])[0] for group in assigned if group))
 
@@ -165,11 +198,19 @@ class _Search:
                 assert self.unit is not None
                 rows = [self.unit * count for count in units]
                 rows[max(rank for rank, count in enumerate(units) if count)] += self.job.model.vocab % self.unit
+                if not self.may_predict_further(rows):
+                    return None
                 loads = [own + self.cost[count] for own, count in zip(work, units, strict=True)]
                 plan = replace(self.plan, layers=_none_if_equal(layers), vocab_rows=tuple(rows))
                 return plan, (round(1000 * max(loads) / (sum(work) + self.cost[-1]) * p), sum(loads))
             most = [room if own >= least else 0 for own, room in zip(units, most, strict=True)]
         return None
+
+    def may_predict_further(self, rows: Sequence[int]) -> bool:
+        """Whether the rank of the MTP layers, if there are any, takes part in the vocabulary's collectives."""
+        model, placement = self.job.model, self.placement
+        rank = placement.rank_of(placement.stages - 1 - model.behind_mtp)
+        return not model.mtp_heads or rows[rank] > 0 or rank in placement.vocab_members(())
 
     @property
     def row_seconds(self) -> Sequence[float]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.balanced import balanced
+from megatron_vp.cost.planning.balanced import balanced, best_shards
+from megatron_vp.cost.planning.candidates import refusal
 from megatron_vp.cost.planning.offloading import with_limit
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.virtual_stages import layers_given
 from megatron_vp.jobs.vocab_shards import EVEN, EVEN_ALONE, NEEDS_VOCAB_PARALLEL, shards_of
-from megatron_vp.schedule import VocabMethod
+from megatron_vp.schedule import VocabMethod, family
 
 
 def own_plan(config: JobConfig, job: Job, hardware: Hardware, limit: float | None = None) -> Plan:
@@ -46,4 +49,16 @@ def with_shards(
         return plan
     if isinstance(choice, tuple):
         return replace(plan, vocab_rows=choice)
-    return balanced(job, plan, hardware, memory_limit, layers_given(config) is not None)[0]
+    choose = best_shards if may_stay_whole(config, plan) else balanced
+    return choose(job, plan, hardware, memory_limit or hardware.memory, layers_given(config) is not None)[0]
+
+
+def may_stay_whole(config: Mapping[str, Any], plan: Plan) -> bool:
+    """Whether `--vocab-parallel` may keep Megatron's own vocabulary layers in the job of `plan`, where they are faster.
+
+    It may not if the user named an algorithm, or options that are for split layers alone.
+    """
+    whole = replace(plan, vocab=VocabMethod.NONE)
+    asked = map(config.get, ("vocab_parallel_algorithm", "vocab_label_smoothing", "vocab_z_loss", "activation_limit"))
+    able = VocabMethod.NONE in family(plan.schedule).methods and not plan.offload_chunks
+    return able and not any(asked) and refusal(config, whole) is None

@@ -73,7 +73,8 @@ class Prediction:
         """
         if self.vocabulary is None:
             raise UserError("the vocabulary size is unknown until the tokenizer can be read")
-        asked = {**(process.replayed or vars(self._args)), "padded_vocab_size": self.vocabulary}
+        known = {"padded_vocab_size": self.vocabulary, "vocab_parallel": self._args.vocab_parallel}
+        asked = (process.replayed or vars(self._args)) | known
         if asked.get("vocab_parallel") is not True:
             asked["vocab_parallel_algorithm"] = None
         job = replace(job_of(asked, self._args.world_size), one_queue=os.environ.get(ONE_QUEUE) == "1")

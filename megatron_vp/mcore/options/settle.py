@@ -65,14 +65,15 @@ def settled_job(
     """
     # 1. Check what the user gave, before anything is derived from it.
     check_given(given)
-    if given.pipeline_schedule is None:  # 1f1b stands for Megatron's own schedule, with any number of chunks.
-        ours = given.vocab_parallel or given.offload_chunks != "0"
-        given |= {"pipeline_schedule": default_schedule(vars(given)).name if ours else DEFAULT_SCHEDULE}
+    asked, given = given, _with_schedule(given)
     settings, prediction = run_settings(given), Prediction(given)
     _refuse_numbers_of_chunks(given, settings)
 
     # 2. Make our choices.
     shards = choose_rows(given, settings, prediction)
+    if shards.whole:
+        given = _with_schedule(asked | {"vocab_parallel": False})
+        settings, prediction = run_settings(given), Prediction(given)
     args = given | _choices(given, settings, shards)
     order = choose_order(args, settings, prediction)
     if args.activation_limit is not None:
@@ -95,6 +96,14 @@ def settled_job(
     return SettledJob(
         args, settings, given, shards, order, parts, process.words, installed.of_nodes, checkpoint, warnings
     )
+
+
+def _with_schedule(args: Arguments) -> Arguments:
+    """Arguments that name a schedule. 1f1b stands for Megatron's own schedule, with any number of chunks."""
+    if args.pipeline_schedule is not None:
+        return args
+    ours = args.vocab_parallel or args.offload_chunks != "0"
+    return args | {"pipeline_schedule": default_schedule(vars(args)).name if ours else DEFAULT_SCHEDULE}
 
 
 def _choices(given: Arguments, settings: RunSettings, shards: ChosenRows) -> dict[str, Any]:

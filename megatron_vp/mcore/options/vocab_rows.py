@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from megatron_vp.cost.planning.balanced import balanced
+from megatron_vp.cost.planning.balanced import balanced, best_shards
+from megatron_vp.cost.planning.own_plan import may_stay_whole
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import layout_of
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.jobs.vocab_shards import EVEN, shards_of
+from megatron_vp.jobs.vocab_shards import EVEN, STAYS_WHOLE, shards_of
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.reports.job_partition import layers_given
-from megatron_vp.mcore.settled import ChosenRows, RunSettings
+from megatron_vp.mcore.settled import ChosenRows, RunSettings, process
 from megatron_vp.schedule import VocabMethod
 
 
@@ -38,15 +39,19 @@ def needs_even_shards(settings: RunSettings) -> bool:
 
 
 def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
-    """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest. If the cost
-    model cannot predict the job, the shards stay equal.
+    """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest, or whole
+    vocabulary layers. If the cost model cannot predict the job, the shards stay equal.
     """
     layout, laid_out = None, args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
     try:
         job, plan, hardware = prediction.job()
-        found, gain = balanced(job, plan, hardware, memory_limit=hardware.memory, layout_given=laid_out)
+        named = {"vocab_parallel_algorithm": "--vocab-parallel-algorithm" in process.words.options}
+        choose = best_shards if may_stay_whole({**vars(args), **named}, plan) else balanced
+        found, gain = choose(job, plan, hardware, hardware.memory, laid_out)
     except UserError as error:
         return ChosenRows(reason=f"the cost model behind --vocab-shards balanced cannot predict this job: {error}")
+    if not found.vocab.is_sharded:
+        return ChosenRows(reason=STAYS_WHOLE, whole=True)
     why = f"on {hardware.name}, training is predicted to be {gain:.3f} times as fast as with equal rows"
     if found.layers is not None and not laid_out:
         pattern, heads = pattern_in(vars(args)), args.mtp_num_layers or 0

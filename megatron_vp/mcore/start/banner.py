@@ -41,6 +41,7 @@ def describe_run(job: SettledJob, ranks: int, knows_batch: bool = True) -> list[
     left_out = ", ".join(Prediction(job.given, job.words).uncounted)
     lines = (
         describe_sizes(job, ranks, knows_batch),
+        shards.reason if shards.whole else None,
         args.vocab_parallel
         and f"vocabulary rows by pipeline rank: {rows} ({shards.reason or f'--vocab-shards {args.vocab_shards}'})",
         layers and f"layers by stage: {','.join(map(str, layers))}",
