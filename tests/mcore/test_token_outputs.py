@@ -23,9 +23,10 @@ ONE, TWO = ({"vocab_parallel": True, "vocab_parallel_algorithm": f"vocab-{index}
 
 
 @cache
-def _plain(ranks, chunks, tied, lengths=None):
+def _plain(ranks, chunks, tied, lengths=None, mup=False):
     requests = (POLICY, BONUS, ALONE)
-    found = run_ranks(ranks, token_loop.train, None, requests, chunks, tied, 1, True, lengths=lengths)
+    options = token_loop.MUP if mup else {}
+    found = run_ranks(ranks, token_loop.train, None, requests, chunks, tied, 1, True, lengths=lengths, **options)
     return {str(request): _merged([rank[index] for rank in found]) for index, request in enumerate(requests)}
 
 
@@ -50,7 +51,9 @@ def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options)
         found, told = _merged([rank[index] for rank in ours], tensor)
         # Without a schedule of its own, an interleaved model has the initial weights of Megatron's.
         as_megatron = 1 if "pipeline_schedule" in (settings or ()) else chunks
-        expected, reports = _plain(ranks // tensor, as_megatron, tied, options.get("lengths"))[str(request)]
+        expected, reports = _plain(ranks // tensor, as_megatron, tied, options.get("lengths"), "use_mup" in options)[
+            str(request)
+        ]
         if tied and settings:
             expected = {name: value for name, value in expected.items() if name != "output_layer.weight"}
         for call, plain in zip(told, reports, strict=True):
@@ -118,6 +121,23 @@ def test_microbatches_of_different_lengths_are_those_of_padded_ones(settings, re
     if tensor > 1:
         options["sequence_parallel"] = True
     _compare(settings, [request_], ranks, chunks, False, tensor, True, **options)
+
+
+@slow
+@pytest.mark.parametrize(("settings", "chunks"), [(ONE, 1), (TWO | {"pipeline_schedule": "v-half"}, 2), (None, 1)])
+def test_logits_that_the_model_scales(settings, chunks):
+    _compare(settings, [POLICY], 2, chunks, False, 1, False, **token_loop.MUP)
+
+
+@slow
+@pytest.mark.parametrize("settings", [ONE | {"pipeline_schedule": "zb-h1"}, TWO])
+def test_equal_lengths_give_the_bits_of_a_call_without_lengths(settings):
+    lengths = {"lengths": (own_loop.SEQUENCE,) * own_loop.MICROBATCHES, **token_loop.VARIABLE}
+    runs = [run_ranks(2, token_loop.train, settings, [POLICY], **options) for options in ({}, lengths)]
+    for one, other in zip(*runs, strict=True):
+        for (found, *told), (expected, *reports) in zip(one, other, strict=True):
+            assert str(told) == str(reports)
+            assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 
 def test_requests_that_do_not_fit_are_refused_on_all_ranks_by_name():

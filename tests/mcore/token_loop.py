@@ -125,6 +125,9 @@ VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall
 """Megatron asks for this dispatcher, although the model has no experts."""
 
 
+MUP = {"use_mup": True, "mup_base_hidden_size": 16}
+
+
 def refused(rank, world, settings):
     """What each rank is told where requests or lengths do not fit; a call in between fits."""
     from megatron_vp import TokenRequest
