@@ -155,7 +155,8 @@ def python_interface() -> str:
     from megatron_vp.mcore.start.enabled import Handle
 
     pieces = ["## megatron_vp", *_documented("enable", megatron_vp.enable)]
-    pieces += _documented("whole_vocabulary", megatron_vp.whole_vocabulary)
+    for name in ("whole_vocabulary", "token_log_probs", "TokenRequest", "TokenOutputs"):
+        pieces += _documented(name, getattr(megatron_vp, name))
     pieces += _documented("Handle", Handle)
     pieces += ["## megatron_vp.schedule"]
     for name in SCHEDULE_FUNCTIONS:

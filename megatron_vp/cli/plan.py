@@ -21,6 +21,7 @@ from megatron_vp.cli.planning import (
     MemoryOption,
     NodesOption,
     OutputOption,
+    PostTrainingOption,
     Request,
     memory_used,
     read_cluster,
@@ -51,6 +52,7 @@ def plan(
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
+    post_training: PostTrainingOption = False,
     asked_format: FormatOption = None,
     output: OutputOption = None,
     search: Annotated[
@@ -103,7 +105,8 @@ def plan(
         raise UserError(f"--keep {keep[0]} has no effect without --search: add --search, or leave out --keep")
     if search_budget and not (search or offload):
         raise UserError(f"--search-budget {search_budget} has no effect: add --search or --offload, or leave it out")
-    answer = answer_for(*read_cluster(*asked), search, keep or [], search_budget, offload)
+    cluster = read_cluster(*asked, post_training=post_training)
+    answer = answer_for(*cluster, search, keep or [], search_budget, offload)
     write(answer.table() if output_format is Format.TABLE else json.dumps(answer.document(), indent=1) + "\n", output)
 
 

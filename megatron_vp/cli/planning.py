@@ -53,6 +53,14 @@ MemoryOption = Annotated[
         help="Memory limit per rank in GiB (default: the GPU's full memory).",
     ),
 ]
+PostTrainingOption = Annotated[
+    bool,
+    typer.Option(
+        "--post-training",
+        help="The loop trains on log-probabilities and entropies of tokens (megatron_vp.token_log_probs), for which an "
+        "output layer that is not split keeps fp32 logits.",
+    ),
+]
 OutputOption = Annotated[
     Path | None, typer.Option("-o", "--output", help="Write the output to this file instead of the screen.")
 ]
@@ -156,16 +164,20 @@ def read_cluster(
     nodes: int | None,
     memory: float | None,
     commands_own: Sequence[str] = (),
+    *,
+    post_training: bool = False,
 ) -> tuple[JobConfig, Hardware, int | None, float]:
     """Read a job, its hardware, the number of GPUs if `nodes` gives it, and bytes of memory per GPU.
 
-    `commands_own` is as in `read_sizes`. Raises UserError.
+    `commands_own` is as in `read_sizes`, `post_training` as in `PostTrainingOption`. Raises UserError.
     """
     from megatron_vp.cost.hardware.gpus import find_hardware
     from megatron_vp.jobs.job_config import read_sizes
 
     machine = find_hardware(hardware)
     config = read_sizes(paths, flags, commands_own)
+    if post_training:
+        config |= {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "logits"}  # See `Job.cross_entropy`.
     most = MOST_MEMORY if machine.is_gpu else MOST_OF_A_HOST
     if memory is not None and not LEAST_MEMORY <= memory <= most:
         raise UserError(f"--memory is in GiB per rank, from {LEAST_MEMORY} to {most}; got {memory:.15g}")

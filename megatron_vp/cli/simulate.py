@@ -16,6 +16,7 @@ from megatron_vp.cli.planning import (
     MemoryOption,
     NodesOption,
     OutputOption,
+    PostTrainingOption,
     Request,
     memory_used,
     read_cluster,
@@ -43,6 +44,7 @@ def simulate(
     hardware: HardwareOption = "h100",
     nodes: NodesOption = None,
     memory: MemoryOption = None,
+    post_training: PostTrainingOption = False,
     asked_format: FormatOption = None,
     output: OutputOption = None,
 ) -> None:
@@ -56,12 +58,12 @@ def simulate(
     from megatron_vp.cost.layers.job_plan import plan_of
     from megatron_vp.cost.planning.offloading import check_offload
     from megatron_vp.cost.planning.own_plan import own_plan
-    from megatron_vp.cost.planning.predict import predict
+    from megatron_vp.cost.planning.predict import forward_only_seconds, predict
     from megatron_vp.schedule.graph import gc_paused
 
     output_format = format_for(asked_format, output, Format)
     asked = *files_and_flags(job, overlays), hardware, nodes, memory, options_of(context)
-    request = Request.of(*read_cluster(*asked))
+    request = Request.of(*read_cluster(*asked, post_training=post_training))
     whole, config = request.job, request.config
     _refuse_endless(whole, plan_of(config))
     plan = own_plan(config, whole, request.hardware, request.limit)
@@ -69,10 +71,14 @@ def simulate(
         found = predict(whole, plan, request.hardware)
         if plan.offload_chunks:
             check_offload(found)
+        document, lines = found.document(request.limit), []
+        if post_training:
+            document["forward_only_seconds"] = forward_only_seconds(whole, plan, request.hardware)
+            lines = [f"{seconds(document['forward_only_seconds'])} s per forward-only call on as many microbatches"]
         if output_format is Format.JSON:
-            content = json.dumps(request.document() | {"plan": found.document(request.limit)}, indent=1) + "\n"
+            content = json.dumps(request.document() | {"plan": document}, indent=1) + "\n"
         else:
-            content = _table(request, found)
+            content = _table(request, found, lines)
         write(content, output)
 
 
@@ -87,7 +93,7 @@ def _refuse_endless(job: Job, plan: Plan) -> None:
         )
 
 
-def _table(request: Request, found: Prediction) -> str:
+def _table(request: Request, found: Prediction, more: list[str]) -> str:
     from megatron_vp.cost.layers.job_plan import bars_of
 
     makespan, peak = found.iteration_seconds - found.step, request.hardware.peak_flops
@@ -121,6 +127,7 @@ def _table(request: Request, found: Prediction) -> str:
             f"iteration time: mean work per rank {seconds(part['work'])} s, "
             f"excess work of the busiest rank {part['imbalance']:.3g} s, bubble {part['bubble']:.3g} s, "
             f"communication {part['communication']:.3g} s, gradient synchronisation and optimizer {found.step:.3g} s",
+            *more,
             f"{memory_used(found, request.limit)}; bound by {found.bound_by(request.limit)}",
             *([STAYS_WHOLE] if request.config.get("vocab_parallel") and plan.vocab is VocabMethod.NONE else []),
             *_copies(request, found),

@@ -63,6 +63,19 @@ def test_uneven_layers_of_a_v_are_simulated_as_training_lays_them_out(small, lay
     assert tuple(found["layers"]) == layers_in(even_layout(layers, 8, 0)) and sum(found["layers"]) == layers
 
 
+def test_a_post_training_loop_keeps_fp32_logits_only_where_the_vocabulary_is_whole(small):
+    def simulated(*flags):
+        return json.loads(run("simulate", small, *flags, "--format", "json").stdout)["plan"]
+
+    plain, logits = simulated(), simulated("--post-training")
+    held = [[rank["vocabulary"] for rank in each["memory_bytes"]] for each in (plain, logits)]
+    assert held[0][:3] == held[1][:3] and held[0][3] < held[1][3] <= 2 * held[0][3]
+    assert logits["iteration_seconds"] > plain["iteration_seconds"] > 1.5 * logits["forward_only_seconds"]
+    split = "--vocab-parallel", "--vocab-parallel-algorithm", "vocab-2"
+    expected, found = simulated(*split), simulated(*split, "--post-training")
+    assert 2 * found.pop("forward_only_seconds") < expected["iteration_seconds"] and found == expected
+
+
 def test_simulate_takes_the_shards_that_training_takes(small, tmp_path):
     split = ["--num-layers", 10, "--vocab-parallel"]
 

@@ -183,6 +183,7 @@ class Job:
     fp8: recipe of the layers' matrix products, except in the first `bf16_at_start` and the last `bf16_at_end` layers.
     cross_entropy: the loss of an unsplit output layer. `eager`: Megatron's unfused implementation. `native`: its fused
         one. `te`: Transformer Engine's, which keeps logits in 16 bits and overwrites them with their gradient.
+        `logits`: a post-training loop computes log-probabilities and entropies from fp32 logits.
     exact_shards: whether the size of vocabulary shards is left unrounded, as in the paper's code.
     layers: the implementation of the transformer layers.
     glu_intermediates: tensors of width `ffn` that a gated MLP keeps in addition to its activation's input and result.

@@ -25,7 +25,7 @@ from megatron_vp.cost.planning.stage_costs import (
 )
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.cost.ranks.rank_memory import MemoryModel, RankMemory
-from megatron_vp.schedule import Schedule, Simulator, StageCosts, Timeline
+from megatron_vp.schedule import Schedule, Simulator, StageCosts, Timeline, VocabMethod
 from megatron_vp.schedule.graph import gc_paused
 
 SMALL = 0.05
@@ -208,6 +208,16 @@ def predict(
     step = after_passes(sample, plan, schedule, hardware)
     seconds, ranks = extended(timeline, job.microbatches) + step, tuple(map(memory.rank, range(job.pipeline)))
     return Prediction(job, plan, hardware, seconds, step, ranks, timeline, simulator)
+
+
+def forward_only_seconds(job: Job, plan: Plan, hardware: Hardware) -> float:
+    """Predict a call that computes no gradients, such as one for the log-probabilities of an old policy."""
+    costs = order_costs(job, plan, hardware)
+    schedule = schedule_of(replace(plan.request(job, costs=costs), forward_only=True))
+    if plan.vocab is not VocabMethod.NONE:  # S computes no input gradient, as in vocab-1.
+        plan = replace(plan, vocab=VocabMethod.VOCAB_1)
+    plan = replace(plan, offload_chunks=0)
+    return Simulator(schedule, costs).simulate(stage_costs(job, plan, schedule, hardware)).makespan
 
 
 @gc_paused()

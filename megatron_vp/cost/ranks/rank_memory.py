@@ -179,7 +179,7 @@ class MemoryModel:
         dense = job.element_bytes * job.whole_rows * job.model.hidden
         # An unsplit output layer keeps its logits from F to B (`scored`: also those of multi-token prediction), and
         # needs two more bytes per logit of one prediction while it runs.
-        kept_score = 2 if job.cross_entropy == "te" else 4
+        kept_score = {"te": 2, "logits": 8}.get(job.cross_entropy, 4)  # Both fp32 logits and their softmax.
         stages, order = placement.stage_of[rank], self.schedule.ranks[rank]
         held = max(self.stages[stage].once for stage in stages)
         scores = 0.0
