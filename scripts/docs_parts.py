@@ -176,7 +176,7 @@ def _documented(name: str, what: Any) -> list[str]:
         pieces.insert(1, f"```python\n{_signature(name, what)}\n```")
         return pieces
     for method, value in vars(what).items():
-        if not method.startswith("_") and value.__doc__:
+        if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
             owner = name.rpartition(".")[2].lower()
             shown = _signature(f"{owner}.{method}", value) if callable(value) else f"{owner}.{method}"
             pieces += [f"```python\n{shown}\n```", *_docstring(value)]

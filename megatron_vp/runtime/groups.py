@@ -90,7 +90,7 @@ class PipelineGroups:
     the position of the pipeline among the `tensor_size` pipelines of its replica. `vocabulary` connects the pipeline
     ranks listed in `vocab_members`, and is None on all other ranks. `tensor` connects the ranks of a stage, and is None
     if a replica has only one pipeline. `pipeline` connects all ranks of the pipeline, and `host` the processes of all
-    ranks of the replica, without their devices.
+    ranks of the replica, without their devices, unless the job has no groups of gloo.
     """
 
     members: tuple[int, ...]
@@ -117,6 +117,8 @@ class PipelineGroups:
         timeout: timedelta | None = None,
         tensor_size: int = 1,
         vocab_members: Sequence[int] | None = None,
+        *,
+        gloo: bool = True,
     ) -> PipelineGroups:
         """Create the groups of every pipeline of the job, and return this rank's groups. All ranks must call this.
 
@@ -131,6 +133,7 @@ class PipelineGroups:
             timeout: time limit of every operation; None keeps the backend's default.
             tensor_size: t, the number of parallel pipelines in a replica.
             vocab_members: pipeline ranks that take part in the vocabulary collectives; None means all.
+            gloo: whether to create `host`. A group of gloo connects its members at once.
         """
         edges = sorted(edges)
         joined = tuple(vocab_members or range(len(replicas[0]) // tensor_size))
@@ -141,8 +144,8 @@ class PipelineGroups:
 
         for replica in replicas:
             stages = list(batched(replica, tensor_size))
-            # A group of gloo connects its members at once.
-            host: Any = dist.new_group(list(replica), timeout, backend="gloo" if dist.get_backend() == "nccl" else None)
+            backend = "gloo" if dist.get_backend() == "nccl" else None
+            host: Any = dist.new_group(list(replica), timeout, backend=backend) if gloo else None
             tensor = [group(stage) if tensor_size > 1 else None for stage in stages]
             for tensor_rank, members in enumerate(zip(*stages, strict=True)):
                 pipeline = vocabulary = group(members)

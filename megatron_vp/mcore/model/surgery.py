@@ -168,7 +168,8 @@ def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_membe
     edges = all_edges(job.placement, job.settings.vocab_parallel)
     # For every model replica of the job, its global ranks in the order of their vocabulary shards.
     replicas = sorted(set(from_all(tuple(dist.get_process_group_ranks(groups.mp)))))
-    pipeline = Pipeline(PipelineGroups.create(replicas, edges, backend_limit, groups.tp.size(), vocab_members))
+    sizes, gloo = (groups.tp.size(), vocab_members), args.use_gloo_process_groups is not False
+    pipeline = Pipeline(PipelineGroups.create(replicas, edges, backend_limit, *sizes, gloo=gloo))
     if not pipeline.groups.alone:  # A rank without peers has no launcher, and so no store.
         Watchdog(pipeline.progress, first, later).start()
     return pipeline

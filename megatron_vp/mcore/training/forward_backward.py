@@ -154,7 +154,8 @@ def _settled(
     progress.at(AGREEING)
     every, ranks = [(own, sizes, failure)], [dist.get_rank()]
     if not groups.alone:
-        every, ranks = from_all(every[0], groups.host), dist.get_process_group_ranks(groups.host)
+        group = groups.host or built.groups.mp
+        every, ranks = from_all(every[0], group), dist.get_process_group_ranks(group)
     if failure:
         raise UserError(failure)
     for rank, (*_, other) in zip(ranks, every, strict=True):

@@ -28,9 +28,10 @@ taken = False
 class TokenRequest:
     """What `token_log_probs` computes.
 
-    temperature: divides the logits.
-    entropy: whether to compute the entropy of every token's softmax.
-    entropy_gradient: whether the loss depends on the entropy; implies `entropy`.
+    Args:
+        temperature: divides the logits.
+        entropy: whether to compute the entropy of every token's softmax.
+        entropy_gradient: whether the loss depends on the entropy; implies `entropy`.
     """
 
     temperature: float = 1.0
