@@ -49,8 +49,8 @@ def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options)
     ours = run_ranks(ranks, token_loop.train, settings, requests, chunks, tied, tensor, False, inside, **options)
     for index, request in enumerate(requests):
         found, told = _merged([rank[index] for rank in ours], tensor)
-        # Without a schedule of its own, an interleaved model has the initial weights of Megatron's.
-        as_megatron = 1 if "pipeline_schedule" in (settings or ()) else chunks
+        # An interleaved model has the initial weights of Megatron's.
+        as_megatron = 1 if (settings or {}).get("pipeline_schedule", "interleaved") != "interleaved" else chunks
         expected, reports = _plain(ranks // tensor, as_megatron, tied, options.get("lengths"), "use_mup" in options)[
             str(request)
         ]
@@ -81,14 +81,14 @@ CASES = [
     (TWO | {"pipeline_schedule": "zb-h1", "vocab_shards": "8,32"}, [POLICY], 2, 1, True, 1, True),
     (ONE, [BONUS], 2, 2, False, 1, False),
     *(
-        pytest.param(method | {"pipeline_schedule": name}, requests, 4, chunks, tied, 1, inside, marks=slow)
+        pytest.param(method | {"pipeline_schedule": name}, requests, ranks, chunks, tied, 1, inside, marks=slow)
         for method, requests in ((ONE, [BONUS, POLICY, ALONE]), (TWO, [POLICY, ALONE]))
-        for name, chunks, tied, inside in (
-            ("1f1b", 1, False, True),
-            ("interleaved", 2, True, False),
-            ("v-half", 2, False, True),
-            ("zb-h1", 1, True, True),
-            ("zb-v", 2, False, False),
+        for name, ranks, chunks, tied, inside in (
+            ("1f1b", 4, 1, False, True),
+            ("interleaved", 2, 2, True, False),
+            ("v-half", 4, 2, False, True),
+            ("zb-h1", 4, 1, True, True),
+            ("zb-v", 4, 2, False, False),
         )
     ),
     pytest.param(
