@@ -25,9 +25,6 @@ from megatron_vp.schedule.passes import PassKind
 from megatron_vp.schedule.placed_copies import LEAST_OFFLOADED
 from megatron_vp.schedule.transfers import Copy
 
-SMALLEST = LEAST_OFFLOADED
-"""Size in bytes of the smallest storage that is moved to the host."""
-
 PLAIN = (torch.Tensor, FakeTensor)
 """Tensor types that own their storage. Other tensor types wrap several tensors, which are saved one by one."""
 
@@ -74,7 +71,7 @@ class SavedForward:
         if isinstance(tensor, torch.nn.Parameter):
             return tensor  # Layers read `main_grad` from a saved parameter.
         storage = tensor.untyped_storage() if type(tensor) in PLAIN else None
-        if storage is None or storage.nbytes() < SMALLEST:
+        if storage is None or storage.nbytes() < LEAST_OFFLOADED:
             return tensor.detach()  # Saving the tensor itself would create a reference cycle with its graph.
         key = storage._cdata
         if key not in self._by_storage:

@@ -101,8 +101,6 @@ def _pools(order: Sequence[int], memory: Memory, limits: Mapping[Held, int]) -> 
 
 Ready = list[int]
 """A heap of ready passes as negated indices into `_Rank.order`. The order is reversed, so the first pass is on top."""
-Queue = tuple[list[_MemoryPool], Ready]
-"""Ready passes, and the pools from which each of them allocates."""
 
 
 class _Rank:
@@ -114,7 +112,10 @@ class _Rank:
         # Ready passes that allocate from the same pools share a queue, because if the first does not fit, none fits.
         takes = list(zip(*(pool.takes for pool in pools), strict=True)) if pools else [()] * len(order)
         named = sorted((tuple(compress(range(len(each)), each)), each) for each in set(takes))
-        self.queues: list[Queue] = [([pools[place] for place in places], []) for places, _ in named]
+        # Each queue is listed with its pools.
+        self.queues: list[tuple[list[_MemoryPool], Ready]] = [
+            ([pools[place] for place in places], []) for places, _ in named
+        ]
         queue_of = {each: queue for (_, each), queue in zip(named, self.queues, strict=True)}
         self.queue_of = [queue_of[each] for each in takes]
         self.fillers: Ready = []

@@ -54,7 +54,7 @@ def saved_by(function, *inputs, close=True):
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch):
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "LEAST_OFFLOADED", 0)
 
 
 class Layer(torch.nn.Module):
@@ -138,10 +138,10 @@ def test_parameters_caches_and_what_others_hold_stay():
 def test_small_tensors_and_other_kinds_pass_through(monkeypatch):
     values = torch.randn(4, 6, requires_grad=True)
     for smallest, count in ((96, 1), (97, 0)):
-        monkeypatch.setattr(offload, "SMALLEST", smallest)
+        monkeypatch.setattr(offload, "LEAST_OFFLOADED", smallest)
         saved, _ = saved_by(lambda x: torch.exp(x) * 2, values.detach().requires_grad_())
         assert len(saved.moving) == count
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "LEAST_OFFLOADED", 0)
     wrapped = TwoTensor(values.detach(), values.detach()).requires_grad_()
     saved, output = saved_by(torch.exp, wrapped, close=False)
     saved.close(None)

@@ -136,7 +136,7 @@ def run_pipeline(
     `offload_chunks`: chunks of each rank of which all that a forward saves leaves the device. `frozen`: of `embedding`
     and `output`, those without gradients.
     """
-    offload.SMALLEST = 0
+    offload.LEAST_OFFLOADED = 0
     with process_group(rank, world):
         shards = VocabShards(VOCAB, world, stage_rows=stage_rows)
         schedule_of = partial(
