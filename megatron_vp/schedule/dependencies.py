@@ -53,13 +53,15 @@ def check_passes(schedule: Schedule) -> None:
         seats += [(kind, 0) for kind in single if rank in schedule.vocab_ranks]
         moved = [chunk for each, chunk in schedule.offloaded if each == rank and chunk in chunks]
         seats += [(kind, chunk) for kind in (PassKind.O, PassKind.R) for chunk in moved]
+        expected = [Pass(kind, microbatch, chunk) for microbatch in microbatches for kind, chunk in seats]
+        if len(order) == len(expected) and {*order} == {*expected}:
+            continue
         optional = {(kind, chunk) for kind in own_choice for chunk in (chunks if kind.per_chunk else (0,))}
         found = Counter(
             Pass(kind, microbatch, chunk)
             for whole, microbatch, chunk in order
             for kind in (backward if whole is PassKind.BW else (whole,))
         )
-        expected = [Pass(kind, microbatch, chunk) for microbatch in microbatches for kind, chunk in seats]
         allowed = optional.union(seats)
         defects = {
             "lacks": [step for step in expected if step not in found],
@@ -76,7 +78,7 @@ def check_passes(schedule: Schedule) -> None:
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
     """Return (rank, R) for every R that no computing pass separates from its O."""
     found: list[tuple[int, Pass]] = []
-    for rank, order in enumerate(schedule.ranks if schedule.offloaded else ()):
+    for rank, order in enumerate(schedule.ranks):
         left: set[tuple[int, int]] = set()
         for step in order:
             if step.kind is PassKind.O:

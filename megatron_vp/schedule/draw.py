@@ -124,8 +124,9 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
                 label = str(step.microbatch)
                 # Draw the label only if it fits: in the smallest legible font size, a digit is 3.6 points wide.
                 if wide * points_per_unit >= 3.6 * len(label) + 1:
-                    where = start + wide / 2, rank + 0.28
-                    axes.text(*where, label, ha="center", va="center", fontsize=5.5, clip_on=True)
+                    axes.text(
+                        start + wide / 2, rank + 0.28, label, ha="center", va="center", fontsize=5.5, clip_on=True
+                    )
             for held, colour in ((Held.ACTIVATIONS, HELD), (Held.HOST_ACTIVATIONS, COPIES)):
                 changes = [*timeline.held(rank, held), (makespan, 0.0)]
                 times, tops = [time for time, _ in changes], [rank + 0.92 - 0.28 * level / peak for _, level in changes]

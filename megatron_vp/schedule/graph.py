@@ -29,6 +29,8 @@ class Step(NamedTuple):
 
 
 Node = Step | Operation
+Link = tuple[tuple[int, Pass], tuple[int, Pass]]
+"""Two passes, each with its rank; the second waits for the first."""
 
 
 class Pattern:
@@ -111,6 +113,11 @@ class Graph:
         """Number of `node`. Raises KeyError if the node is not in the graph."""
         microbatch = node.action.microbatch if isinstance(node, Step) else node.microbatch
         return self._bases[microbatch] + self.patterns[microbatch].place[_of_microbatch(node, 0)]
+
+    def number_of_pass(self, rank: int, step: Pass) -> int:
+        """Number of a pass of `rank`. Raises KeyError if the pass is not in the graph."""
+        kind, microbatch, chunk = step
+        return self._bases[microbatch] + self.patterns[microbatch].place_of_pass[rank, kind, chunk]
 
     def numbers(self, ranks: Sequence[Sequence[Pass]]) -> list[list[int]]:
         """The numbers of the passes of every rank, in the order in which `ranks[r]` lists them."""

@@ -81,9 +81,9 @@ class _MemoryPool:
         return max(self.levels[index + 1 :], default=0) < self.limit
 
     def remove(self, index: int, place: int) -> None:
-        """Remove the remaining pass at `index`, which runs now. `place` is its index among all passes."""
-        change, following = self.change[place], len(self.levels) - index - 1
-        if change and following:
+        """Remove the remaining pass at `index`, which runs before its turn. `place` is its index among all passes."""
+        change = self.change[place]
+        if change:
             self.levels[index + 1 :] = [level + change for level in self.levels[index + 1 :]]
         del self.levels[index]
 
@@ -151,10 +151,15 @@ class _Rank:
 
     def run(self, place: int) -> int:
         """Run a pass, and return its number."""
-        index = bisect_left(self.left, place)
-        for pool in self.pools:
-            pool.remove(index, place)
-        del self.left[index]
+        if self.left[-1] == place:
+            self.left.pop()
+            for pool in self.pools:
+                pool.levels.pop()
+        else:
+            index = bisect_left(self.left, place)
+            for pool in self.pools:
+                pool.remove(index, place)
+            del self.left[index]
         number = self.order[place]
         self.result.append(number)
         return number
@@ -180,14 +185,16 @@ class ListScheduler:
     ) -> None:
         # A pair is one pass: the forward's number stands for both, and uses the memory of both.
         second, pairs = set(backward_of.values()), backward_of.items()
-        orders = [[number for number in order if number not in second] for order in orders]
-        memory = {
-            held: [users | {one for one, two in pairs if two in users} for users in (both[::-1] if backwards else both)]
-            for held, both in memory.items()
-        }
+        if second:
+            orders = [[number for number in order if number not in second] for order in orders]
+            memory = {
+                held: [users | {one for one, two in pairs if two in users} for users in both]
+                for held, both in memory.items()
+            }
         before, after = graph.predecessors, graph.successors
         if backwards:
             before, after = after, before
+            memory = {held: both[::-1] for held, both in memory.items()}
         else:
             orders = [order[::-1] for order in orders]
         self.backwards, self.durations, self.lanes, self.after = backwards, durations, graph.lanes, after

@@ -19,7 +19,7 @@ from statistics import fmean
 from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs
 from megatron_vp.schedule.dependencies import OFFLOAD_KINDS
-from megatron_vp.schedule.graph import Step
+from megatron_vp.schedule.graph import Link
 from megatron_vp.schedule.ledger import lives
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule
@@ -74,22 +74,20 @@ def check_offloaded(schedule: Schedule) -> None:
         )
 
 
-def computed_between(
-    placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]
-) -> list[tuple[Step, Step]]:
+def computed_between(placed: Schedule, found: Schedule, returning: Collection[tuple[int, Pass]]) -> list[Link]:
     """Dependencies that keep at least one computing pass between each R in `returning` and the O before it.
 
     `placed` is the nominal order, and `found` is the order that `reorder_for_costs` derived from it. In `placed`,
     computing passes lie between each O and its R. Of these passes, the one nearest to R in `found` must run after O and
     before R.
     """
-    links = []
+    links: list[Link] = []
     for rank, back in returning:
         order, place = placed.ranks[rank], {step: k for k, step in enumerate(found.ranks[rank])}
         left = back._replace(kind=PassKind.O)
         between = [step for step in order[order.index(left) : order.index(back)] if step.kind not in OFFLOAD_KINDS]
         nearest = min(between, key=lambda step: abs(place[step] - place[back]))
-        links += pairwise(Step(rank, each) for each in (left, nearest, back))
+        links += pairwise((rank, each) for each in (left, nearest, back))
     return links
 
 

@@ -15,7 +15,7 @@ from itertools import chain
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
-from megatron_vp.schedule.graph import Graph, Node, Step
+from megatron_vp.schedule.graph import Graph, Link, Node, Step
 from megatron_vp.schedule.interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.list_scheduler import ListScheduler, MemoryLimits, memory_of
 from megatron_vp.schedule.node_times import durations, node_times
@@ -37,7 +37,7 @@ def reorder_for_costs(
     costs: Costs,
     pairs: Sequence[Sequence[tuple[Pass, Pass]]] = (),
     further_orders: bool = True,
-    links: Sequence[tuple[Node, Node]] = (),
+    links: Sequence[Link] = (),
 ) -> Schedule:
     """Reorder the passes of `schedule` within `limits` to shorten it under `costs`. The given order must already
     respect `limits`.
@@ -63,7 +63,7 @@ def reorder_for_costs(
     return replace(schedule, ranks=tuple(ranks))
 
 
-def linked_graph(schedule: Schedule, links: Sequence[tuple[Node, Node]] = ()) -> Graph:
+def linked_graph(schedule: Schedule, links: Sequence[Link] = ()) -> Graph:
     """The graph of the dependencies that a reordered `schedule` must keep; `links` are additional ones.
 
     In a schedule for evaluation, microbatches keep their order.
@@ -74,7 +74,7 @@ def linked_graph(schedule: Schedule, links: Sequence[tuple[Node, Node]] = ()) ->
         for before, after in _neighbours(graph.numbers(schedule.ranks), graph):
             graph.link(before, after)
     for earlier, later in (*_limits(schedule), *links):
-        graph.link(graph.number(earlier), graph.number(later))
+        graph.link(graph.number_of_pass(*earlier), graph.number_of_pass(*later))
     return graph
 
 
@@ -184,7 +184,7 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
     return replace(schedule, microbatches=microbatches, ranks=tuple(ranks))
 
 
-def _limits(schedule: Schedule) -> Iterator[tuple[Step, Step]]:
+def _limits(schedule: Schedule) -> Iterator[Link]:
     """Yield the steps that a reordered schedule must keep in this order, although the second does not need the first.
 
     IF runs only a few microbatches ahead of the first stage's F, and IB only a few behind the first stage's backward. A
@@ -193,17 +193,17 @@ def _limits(schedule: Schedule) -> Iterator[tuple[Step, Step]]:
     first, chunk = schedule.placement.first_rank, schedule.placement.chunk_of(0)
     for rank in schedule.vocab_ranks if schedule.vocab.is_sharded else ():
         for earlier, later in enumerate(range(EMBEDDED_AHEAD, schedule.microbatches)):
-            yield Step(first, Pass(PassKind.F, earlier, chunk)), Step(rank, Pass(PassKind.IF, later))
+            yield (first, Pass(PassKind.F, earlier, chunk)), (rank, Pass(PassKind.IF, later))
         backwards = schedule.microbatches if schedule.has_backward else 0
         for earlier, later in enumerate(range(EMBEDDING_GRADIENTS, backwards)):
             whole = Pass(PassKind.BW, later, chunk)
             freed = whole if (first, whole) in schedule.whole_backwards else whole._replace(kind=PassKind.B)
-            yield Step(rank, Pass(PassKind.IB, earlier)), Step(first, freed)
+            yield (rank, Pass(PassKind.IB, earlier)), (first, freed)
     for rank, step in schedule.whole_backwards:
         start = Pass(PassKind.W, 0, step.chunk)
         # The sum of a chunk's weight gradients over microbatches starts with microbatch 0.
         if (rank, start._replace(kind=PassKind.BW)) not in schedule.whole_backwards:
-            yield Step(rank, start), Step(rank, step)
+            yield (rank, start), (rank, step)
 
 
 def _neighbours(orders: Orders, graph: Graph) -> Iterator[tuple[int, int]]:

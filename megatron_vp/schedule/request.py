@@ -10,7 +10,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import returning_at_once
 from megatron_vp.schedule.family import Family
-from megatron_vp.schedule.graph import Step, gc_paused
+from megatron_vp.schedule.graph import Link, gc_paused
 from megatron_vp.schedule.ledger import peaks
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.pass_kinds import Held
@@ -126,7 +126,7 @@ class ScheduleRequest:
 
     def _tightened(self, nominal: Nominal, limits: MemoryLimits) -> Schedule:
         """Reorder the passes of `nominal` to shorten it, but keep a computing pass between each O and its R."""
-        links: list[tuple[Step, Step]] = []
+        links: list[Link] = []
         for _ in range(4):
             found = reorder_for_costs(
                 nominal.schedule, limits, self.costs, nominal.pairs, self.further_orders, links=links

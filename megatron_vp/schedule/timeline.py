@@ -108,8 +108,12 @@ class Simulator:
         took, before = durations(self._graph, self.schedule, costs), self._graph.predecessors
         start, end = [0.0] * len(took), [0.0] * len(took)
         for number in self._order:
-            start[number] = max(map(end.__getitem__, before[number]), default=0.0)
-            end[number] = start[number] + took[number]
+            begin = 0.0
+            for earlier in before[number]:
+                if end[earlier] > begin:
+                    begin = end[earlier]
+            start[number] = begin
+            end[number] = begin + took[number]
         spans = tuple(tuple((start[number], end[number]) for number in order) for order in self._orders)
         return Timeline(self.schedule, costs, spans, NodeTimes(self._graph, start, end, self._order))
 
