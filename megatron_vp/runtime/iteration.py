@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,10 @@ from megatron_vp.vocab.shards import VocabShards
 
 Handler = Callable[[int, int], None]
 """Function that runs a pass, given the microbatch and the chunk."""
-Observer = Callable[[Instruction | Operation], AbstractContextManager[None]]
-"""Returns a context manager around an instruction or an operation, such as a recorder's `span`. The context of an
-operation is entered on the operation's stream or, on CPU, in its thread.
+Observer = Callable[[Instruction | Operation], AbstractContextManager[Any]]
+"""Returns a context manager around an instruction or an operation: a recorder's `span`, or `nullcontext`. The context
+of an operation is entered on the operation's stream or, on CPU, in its thread.
 """
-
-
-def unobserved(_work: Instruction | Operation) -> AbstractContextManager[None]:
-    """An `Observer` that does nothing."""
-    return nullcontext()
 
 
 @dataclass(frozen=True)

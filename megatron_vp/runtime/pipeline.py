@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from megatron_vp.runtime.buffers import Shapes
@@ -10,7 +11,7 @@ from megatron_vp.runtime.chunk_passes import ChunkPasses
 from megatron_vp.runtime.collectives import VocabularyCollectives
 from megatron_vp.runtime.groups import PipelineGroups, pipeline_device
 from megatron_vp.runtime.host_memory import HostMemory
-from megatron_vp.runtime.iteration import Iteration, LayerShards, Observer, unobserved
+from megatron_vp.runtime.iteration import Iteration, LayerShards, Observer
 from megatron_vp.runtime.links import Links
 from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.progress import FINISHING, Progress
@@ -44,7 +45,7 @@ class Pipeline:
         shapes: Shapes,
         *,
         gradients: bool,
-        observer: Observer = unobserved,
+        observer: Observer = nullcontext,
     ) -> float:
         """Run one iteration. `Iteration` describes the arguments.
 

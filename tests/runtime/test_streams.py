@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from itertools import permutations, product
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ import torch
 from megatron_vp.runtime import collectives, links, pipeline, watchdog
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.iteration import LayerShards, Observer, unobserved
+from megatron_vp.runtime.iteration import LayerShards, Observer
 from megatron_vp.runtime.progress import Progress
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, CudaStream, ThreadStream
 from megatron_vp.schedule import Channel, Collective, CollectiveKind, Message, Program, Wait, generate, lower
@@ -205,7 +205,7 @@ def rank_iterations(
     sp_size: int = 1,
     written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
     stage_rows: tuple[int, ...] | None = None,
-    observer: Observer = unobserved,
+    observer: Observer = nullcontext,
 ) -> Rank:
     """Two iterations of training and one of evaluation; `written` may change their programs.
 

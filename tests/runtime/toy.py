@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from megatron_vp.runtime import offload
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.groups import PipelineGroups
-from megatron_vp.runtime.iteration import LayerShards, unobserved
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
@@ -182,7 +183,7 @@ def run_pipeline(
                 weight.grad = None
             model = ToyModel(chunks, iteration, gradients, schedule.split_backward)
             recorder = Recorder(shapes.device) if trace and trace.begin() else None
-            observer = recorder.span if recorder else unobserved
+            observer = recorder.span if recorder else nullcontext
             program = lower(schedule)[rank]
             in_flight = pipeline.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
             if recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.groups import from_all, pipeline_device
-from megatron_vp.runtime.iteration import LayerShards, unobserved
+from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.progress import AGREEING
 from megatron_vp.schedule.instructions import Load, Program
 from megatron_vp.schedule.interlaced import expand_interlaced
@@ -87,7 +88,7 @@ def forward_backward(
     )
     # Options such as --rank-report time the passes and the communication of training iterations.
     watched = watch(built.job, pipeline.groups.pipeline) if gradients else None
-    observer = watched.recorder.span if watched else unobserved
+    observer = watched.recorder.span if watched else nullcontext
     try:
         with pipeline.progress.schedule(begins=False):
             shards, shapes = _settled(built, megatron, schedule, shards, shapes)
