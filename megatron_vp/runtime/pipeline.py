@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -69,7 +68,7 @@ class Pipeline:
             runners[Copy] = offload
         runners[Message] = Links(iteration)
         passes = chunks.handlers | (offload.handlers if offload else {})
-        posted: dict[Operation, Callable[[], None] | None] = {}
+        posted: dict[Operation, Any] = {}
         with self.progress.schedule():
             for instruction in program.instructions:
                 self.progress.at(instruction)
