@@ -184,8 +184,7 @@ def read_rows(runs: Path | None = None, models: Path | None = None) -> list[Publ
     Raises UserError for a file that cannot be read or lacks a column, and for a run whose model is not in the file
     `models`.
     """
-    sizes = {model["model"]: model for model in _read(models, "models.csv")}
-    found = []
+    sizes, found = read_models(models), []
     for number, row in enumerate(_read(runs, "h100.csv"), 2):
         if row["model"] not in sizes:
             raise UserError(
@@ -194,6 +193,11 @@ def read_rows(runs: Path | None = None, models: Path | None = None) -> list[Publ
             )
         found.append(PublicRow(row, sizes[row["model"]]))
     return found
+
+
+def read_models(path: Path | None = None) -> dict[str, Columns]:
+    """Read the sizes of models, by name, from `path` or from `data/models.csv`. Raises UserError like `read_rows`."""
+    return {model["model"]: model for model in _read(path, "models.csv")}
 
 
 def _read(path: Path | None, own: str) -> list[dict[str, str]]:
