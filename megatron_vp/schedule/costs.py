@@ -137,7 +137,9 @@ class StageCosts:
         other = {"copy": len(self.F) / ranks * fmean(self.copies.values())} if self.copies else {}
         operations = (*self.messages.values(), *self.collectives.values())
         return PassCosts(
-            *(sum(each) / ranks for each in (self.F, self.B, self.W)),
+            F=sum(self.F) / ranks,
+            B=sum(self.B) / ranks,
+            W=sum(self.W) / ranks,
             **{kind: fmean(times or (0.0,)) for kind, times in output.items()},
             comm=fmean(operations or (0.0,)),
             other=other,

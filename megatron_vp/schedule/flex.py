@@ -162,7 +162,7 @@ class _Search:
                 if len(levels) > LEVELS:
                     break
                 by_level[self.peak(shape)].append(shape)
-        found = []
+        found: list[str] = []
         for level in sorted((level for level in by_level if level <= self.most), reverse=True)[:LEVELS]:
             best = sorted(by_level[level], key=lambda shape: (self.makespan(shape), shape))
             found += map(str, best[:count])
