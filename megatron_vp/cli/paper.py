@@ -120,7 +120,8 @@ def collect(
     from megatron_vp.cost.paper.cells import read_run
     from megatron_vp.cost.paper.published import COLUMNS, jobs
     from megatron_vp.cost.paper.runs import PEAK_FLOPS
-    from megatron_vp.jobs.resolved import RESOLVED_NAME, read_resolved
+    from megatron_vp.jobs.job_config import read_job_config
+    from megatron_vp.jobs.resolved import RESOLVED_NAME
 
     check_destination(False, output)
     if not folder.is_dir():
@@ -138,7 +139,7 @@ def collect(
             continue
         mfu = ""
         if run.seconds is not None:
-            arguments = read_resolved(logs / RESOLVED_NAME)
+            arguments = read_job_config([logs / RESOLVED_NAME], [])
             job = job_of(arguments, arguments["world_size"])
             peak = PEAK_FLOPS[cell.table] if device is None else device.peak_flops
             mfu = f"{100 * paper_flops(job) / run.seconds / job.gpus / peak:.4g}"

@@ -1,4 +1,4 @@
-"""Writes and reads a run's resolved configuration: a file with every argument, next to the checkpoints or logs."""
+"""Writes a run's resolved configuration: a file with every argument, next to the checkpoints or logs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from megatron_vp.errors import UserError
-from megatron_vp.files import MIB, read_text, replacing
-from megatron_vp.jobs.yaml_files import one_line
+from megatron_vp.files import replacing
 
 RESOLVED_NAME = "resolved_config.yaml"
 
@@ -34,17 +33,6 @@ def write_resolved(args: argparse.Namespace, path: str | os.PathLike[str]) -> No
             file.write(text.encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; use a writable directory with free space") from error
-
-
-def read_resolved(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments of a run by name, as `write_resolved` wrote them. Raises UserError if the file cannot be read."""
-    try:
-        found = yaml.safe_load(read_text(path, "resolved configuration", MIB))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read resolved configuration {path}: {one_line(error)}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{path} is not a resolved configuration: it does not contain a mapping")
-    return found
 
 
 def plain(value: Any) -> Any:

@@ -9,9 +9,9 @@ from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning.balanced import balanced
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.jobs.layout_text import layers_in
 from megatron_vp.jobs.pattern_text import Pattern
-from megatron_vp.jobs.resolved import read_resolved
 from megatron_vp.mcore.start.preflight import check_job, describe_job
 from megatron_vp.schedule import VocabMethod
 from tests.harness.training import comparable_model, tiny_model, train
@@ -91,7 +91,7 @@ def test_a_balanced_run_trains_as_plain_megatron_and_writes_what_it_chose(tmp_pa
     ours = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "vocab_shards": "balanced"}
     run = train(4, comparable_model(**job, **ours, tensorboard_dir=tmp_path))
     assert_equal(run, plain, FP32)
-    written = read_resolved(tmp_path / "resolved_config.yaml")
+    written = read_job_config([tmp_path / "resolved_config.yaml"], [])
     assert sum(written["vocab_rows"]) == 40 and len(set(written["vocab_rows"])) > 1
     assert sum(layers_in(written["pipeline_model_parallel_layout"])) == 7
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from megatron_vp.errors import UserError
-from megatron_vp.jobs.resolved import read_resolved
+from megatron_vp.jobs.job_config import read_job_config
 from megatron_vp.schedule import PassKind, Placement, family, generate, to_csv, to_json
 from megatron_vp.schedule.reorder import forwards
 from megatron_vp.schedule.validate import validate
@@ -135,7 +135,7 @@ def test_all_ranks_run_what_they_read_at_the_start(afterwards, tmp_path):
         assert {PassKind.F} in [schedule.kinds for schedule in ran], "evaluated"
     assert_equal(_merge([run for run, _ in results]), _plain(4, 4), BOUND)
     digest = hashlib.sha256(texts["own"].encode()).hexdigest()
-    assert read_resolved(tmp_path / "resolved_config.yaml")["schedule_fingerprint"] == f"sha256:{digest}"
+    assert read_job_config([tmp_path / "resolved_config.yaml"], [])["schedule_fingerprint"] == f"sha256:{digest}"
 
 
 JOB = {"pipeline_model_parallel_size": 4, "vocab_parallel": True, "micro_batch_size": 1, "global_batch_size": 3}

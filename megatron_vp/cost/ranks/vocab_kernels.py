@@ -69,19 +69,17 @@ class ShardPasses:
     element_bytes: int = 2
     gradient_bytes: int = 4
 
-    def gemm(self) -> float:
-        """Seconds of X W^T; E W takes as long."""
-        return self._product(self.element_bytes)
+    def gemm(self, weight_bytes: float = 0.0) -> float:
+        """Seconds of X W^T or of E W, or of another GEMM with `weight_bytes` bytes per element of a matrix of W's
+        shape.
+        """
+        tokens, rows, hidden = self.tokens, self.rows, self.hidden
+        moved = self.element_bytes * tokens * (hidden + rows) + (weight_bytes or self.element_bytes) * rows * hidden
+        return max(2 * tokens * rows * hidden / self.rates.gemm, moved / self.rates.copy)
 
     def weight_gemm(self) -> float:
         """Seconds of E'^T X', including reading and writing the accumulated gradient to which the product is added."""
-        return self._product(2 * self.gradient_bytes)
-
-    def _product(self, weight_bytes: float) -> float:
-        """Seconds of a GEMM that moves `weight_bytes` bytes per element of a matrix of the weight's shape."""
-        tokens, rows, hidden = self.tokens, self.rows, self.hidden
-        moved = self.element_bytes * (tokens * hidden + tokens * rows) + weight_bytes * rows * hidden
-        return max(2 * tokens * rows * hidden / self.rates.gemm, moved / self.rates.copy)
+        return self.gemm(2 * self.gradient_bytes)
 
     def softmax(self) -> Kernel:
         """The softmax kernel, which computes statistics of every row and writes E over the logits."""
