@@ -15,7 +15,7 @@ import torch
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.model.delayed_weights import accumulate, leave_out_hooks, take_delayed
+from megatron_vp.mcore.model.delayed_weights import accumulate, take_delayed
 from megatron_vp.mcore.training import megatron_model
 from megatron_vp.schedule.passes import Pass
 
@@ -163,14 +163,3 @@ def test_w_frees_what_a_layer_has_used_before_the_next(monkeypatch):
     model._pending_weights = {(0, 0): [_Freed(alive, seen) for _ in range(3)]}
     model.weight_gradient(0, 0)
     assert seen == [3, 2, 1]
-
-
-def test_a_layer_with_two_weights_is_refused_by_name():
-    class LayerNormMLP(torch.nn.Module):
-        wgrad_store = SimpleNamespace(delay_wgrad_compute=lambda: True)
-
-    class Ours(LayerNormMLP):
-        pass
-
-    with pytest.raises(UserError, match="LayerNormMLP holds two weights"):
-        leave_out_hooks(torch.nn.Sequential(Ours()))

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from megatron_vp.errors import UserError
-
 MINIMUM_VERSION = "2.8"
 """Oldest Transformer Engine version with which Megatron allows delayed weight gradients together with overlapped
 gradient reduction.
@@ -84,11 +82,6 @@ def leave_out_hooks(chunk: torch.nn.Module) -> None:
     Megatron initialises on the CPU, because CPU initialisation replaces the biases.
     """
     for layer in delaying_layers(chunk):
-        if any(kind.__name__ == "LayerNormMLP" for kind in type(layer).__mro__):
-            raise UserError(
-                "Transformer Engine's LayerNormMLP holds two weights, which schedules with W passes do not support: "
-                "build the model from LayerNormLinear and Linear, or use --pipeline-schedule 1f1b"
-            )
         for parameter in _weights_and_biases(layer):
             parameter.skip_backward_post_hook = True
 

@@ -106,21 +106,16 @@ def _check_layer(name: str, layer: nn.Module, expected: type[nn.Module]) -> None
     extension, *others = type(layer).__bases__
     capped = f"{extension.__module__}.{extension.__qualname__}" in _CAPPED and others == [expected]
     if type(layer) is not expected and not capped:
-        refuse_layer(name, layer)
+        kind = type(layer)
+        raise UserError(
+            f"{name} is a {kind.__name__} of {kind.__module__}, but --vocab-parallel reads the rows of Megatron's own "
+            "layer directly, and would skip an adapter or other behaviour: adapt only layers between the embedding and "
+            "the output layer, or leave --vocab-parallel out"
+        )
     if getattr(layer, "bias", None) is not None:
         _refuse(f"{name} has a bias, which would be ignored", f"{expected.__name__} without a bias")
     if layer._forward_hooks or layer._forward_pre_hooks:
         _refuse(f"{name} has a forward hook, which would not run", f"{expected.__name__} without hooks")
-
-
-def refuse_layer(name: str, layer: nn.Module) -> NoReturn:
-    """Refuse an adapter on a vocabulary layer, or another layer in its place."""
-    kind = type(layer)
-    raise UserError(
-        f"{name} is a {kind.__name__} of {kind.__module__}, but --vocab-parallel reads the rows of Megatron's own "
-        "layer directly, and would skip an adapter or other behaviour: adapt only layers between the embedding and "
-        "the output layer, or leave --vocab-parallel out"
-    )
 
 
 def _refuse(found: str, instead: str) -> NoReturn:

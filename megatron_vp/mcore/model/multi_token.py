@@ -163,12 +163,7 @@ def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace Megatron's count of accepted predictions by a count that needs `target_is_argmax` but not the logits."""
 
     def acceptance_counts(
-        mtp_logits: torch.Tensor,
-        mtp_labels: torch.Tensor,
-        loss_mask: torch.Tensor,
-        output_layer: Callable[..., Any],
-        runtime_gather_output: bool | None,
-        tp_group: Any = None,
+        _logits: torch.Tensor, _labels: torch.Tensor, loss_mask: torch.Tensor, output_layer: Any, *_others: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         counted_bs = loss_mask.bool()
         return (output_layer.target_is_argmax_bs & counted_bs).sum().float(), counted_bs.sum().float()

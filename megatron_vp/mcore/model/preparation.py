@@ -30,10 +30,10 @@ from torch import nn
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import BuildPlain, plain_start
-from megatron_vp.mcore.model.model_check import check_methods, check_model, check_vocabulary_layers, refuse_layer
+from megatron_vp.mcore.model.model_check import check_methods, check_model, check_vocabulary_layers
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
 from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
-from megatron_vp.mcore.settled import current, process
+from megatron_vp.mcore.settled import OwnLoop, current, process
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.schedule.instructions import Run
@@ -127,21 +127,12 @@ class RankModel:
     def layer_shards(self) -> LayerShards | None:
         """The rank's vocabulary shards, and the token loss that the arguments select; None without --vocab-parallel.
 
-        Raises UserError if a method or a shard was replaced since the layers were split.
+        Raises UserError if a method was replaced since the layers were split.
         """
         if self.rows is None:
             return None
         for chunk in self.chunks:
             check_methods(chunk)  # A script may have replaced them since the model was built.
-        for name, path, stage in (
-            ("embedding", "embedding.word_embeddings", 0),
-            ("output", "output_layer", self.job.placement.stages - 1),
-        ):
-            if (shard := self.shards[name]) is None:
-                continue
-            layer = self.chunks[self.job.placement.chunk_of(stage)].get_submodule(path)
-            if layer is not shard or [each for each, _ in layer.named_parameters() if each != "weight"]:
-                refuse_layer(path, layer)
         args = self.job.arguments
         loss = TokenLoss(args.vocab_label_smoothing, args.vocab_z_loss)
         return LayerShards(self.rows, loss=loss, **self.shards)
@@ -174,7 +165,7 @@ def _placing(build: Callable[..., nn.Module], groups: ProcessGroupCollection, co
     """Make `build`, which Megatron calls once for each chunk, build the chunks of a `RankModel`. `config` is the
     configuration that `build` reads, unless it reads Megatron's arguments.
     """
-    if _constructor_places():
+    if _constructing_loop() is not None:
         return build
     model: RankModel | None = None
 
@@ -187,10 +178,12 @@ def _placing(build: Callable[..., nn.Module], groups: ProcessGroupCollection, co
     return build_chunk
 
 
-def _constructor_places() -> bool:
-    """Whether the constructor of GPTModel places the chunks, because no Megatron arguments are parsed."""
+def _constructing_loop() -> OwnLoop | None:
+    """The script's own loop, if the constructor of GPTModel places the chunks because no Megatron arguments are parsed;
+    None otherwise.
+    """
     loop = process.own_loop
-    return loop is not None and not loop.reads_arguments()
+    return None if loop is None or loop.reads_arguments() else loop
 
 
 def _changing(change: Callable[[dict[str, Any]], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -270,8 +263,8 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
-        loop = process.own_loop
-        job = loop.settle_for(given) if loop is not None and _constructor_places() else None
+        loop = _constructing_loop()
+        job = None if loop is None else loop.settle_for(given)
         if job is None or not job.settings.replaces_schedule:
             original(self, **given)
             return
