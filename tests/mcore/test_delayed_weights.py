@@ -57,6 +57,7 @@ def test_what_its_layers_cannot_delay_is_refused(changes, version, words):
         "core_attention": "megatron",
         "vocab_parallel": False,
         "offload_chunks": "0",
+        "eval_interval": 1,
         **dict.fromkeys(("vocab_label_smoothing", "vocab_z_loss"), 0.0),
         "transformer_impl": "transformer_engine",
     }
