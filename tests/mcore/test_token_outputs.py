@@ -80,6 +80,7 @@ CASES = [
     ({"pipeline_schedule": "v-half"}, [BONUS], 2, 2, False, 1, True),
     (TWO | {"pipeline_schedule": "zb-h1", "vocab_shards": "8,32"}, [POLICY], 2, 1, True, 1, True),
     (ONE, [BONUS], 2, 2, False, 1, False),
+    (TWO, [POLICY], 2, 1, False, 1, "verl"),
     *(
         pytest.param(method | {"pipeline_schedule": name}, requests, ranks, chunks, tied, 1, inside, marks=slow)
         for method, requests in ((ONE, [BONUS, POLICY, ALONE]), (TWO, [POLICY, ALONE]))
@@ -142,6 +143,8 @@ def test_equal_lengths_give_the_bits_of_a_call_without_lengths(settings):
 
 def test_requests_that_do_not_fit_are_refused_on_all_ranks_by_name():
     first, last = run_ranks(2, token_loop.refused, TWO)
+    # The loss function runs on the last rank alone.
+    assert first.pop() == [] and last.pop().startswith("the loss depends on the entropy, but the TokenRequest has")
     assert len(first) == len(last) == 7
     for own, other, said in zip(
         first,
@@ -211,6 +214,9 @@ def test_what_the_output_processor_refuses():
         megatron_vp.TokenRequest(0.0)
     log_probs = _asked(hidden, labels, layer, None).log_probs
     (log_probs * 0).sum().backward()
+    outputs = _asked(hidden, labels, layer, megatron_vp.TokenRequest(entropy=True))
+    with pytest.raises(UserError, match="the loss depends on the entropy, but the TokenRequest has"):
+        outputs.entropy.sum().backward()
     with pytest.raises(UserError, match="label 11 is outside the vocabulary of 11 tokens"):
         _asked(hidden, labels, layer, None).log_probs.sum().backward()
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext
 from functools import partial
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -61,6 +65,11 @@ def forward_step(request, whole, inside, iterator, model):
     from megatron_vp import TokenOutputs, token_log_probs
 
     asked = {"output_processor": token_log_probs, "output_processor_context": request}
+    if inside == "verl":
+        from verl.models.mcore.model_forward_fused import FusedOutputProcessorContext, fused_output_processor
+
+        context = FusedOutputProcessorContext(temperature=request.temperature)
+        asked = {"output_processor": fused_output_processor, "output_processor_context": context}
     output = model(ids, places, None, labels=labels, **asked)
     if inside and isinstance(output, TokenOutputs):
         result = loss(output.log_probs, output.entropy)
@@ -80,6 +89,17 @@ def call(model, request, whole=False, inside=False, forward_only=False, step=for
             micro_batch_size=BATCH,
             forward_only=forward_only,
         )
+
+
+def as_in_verl():
+    """Stands for verl's module, in which `fused_output_processor` computes the numbers with kernels of its own."""
+    source = (
+        "class FusedOutputProcessorContext(SimpleNamespace): pass\ndef fused_output_processor(**given): raise TypeError"
+    )
+    module = ModuleType("verl.models.mcore.model_forward_fused")
+    module.SimpleNamespace = SimpleNamespace
+    exec(source, vars(module))
+    return mock.patch.dict(sys.modules, {module.__name__: module})
 
 
 def started(ranks, settings, chunks, tied, tensor, **options):
@@ -102,7 +122,7 @@ def train(
 
     from megatron_vp import TokenRequest
 
-    with process_group(rank, world):
+    with process_group(rank, world), as_in_verl() if inside == "verl" else nullcontext():
         model, results = started(world // tensor, settings, chunks, tied, tensor, **options), []
         for asked in requests:
             request = TokenRequest(**asked)
@@ -152,6 +172,8 @@ def refused(rank, world, settings):
         tell(None, shorter if rank else forward_step)
         object.__setattr__(arguments, "vocab_z_loss", 0.1)
         tell(TokenRequest())
+        object.__setattr__(arguments, "vocab_z_loss", 0.0)
+        tell(TokenRequest(entropy=True), entropy_unasked)
         return told
 
 
@@ -162,6 +184,11 @@ def one_asks(request, whole, inside, iterator, model):
     places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)
     losses = model(ids, places, None, labels=labels.clamp(min=0))
     return losses, lambda given: ((given * mask).mean(), {})
+
+
+def entropy_unasked(request, whole, inside, iterator, model):
+    output, _ = forward_step(request, whole, inside, iterator, model)
+    return output, lambda given: (given.entropy.mean(), {})
 
 
 def shorter(request, whole, inside, iterator, model):

@@ -40,7 +40,7 @@ def check_labels(microbatch: int, labels_bs: torch.Tensor, gradient_ks: torch.Te
         if label := int(worst):  # Label 0 is always inside the vocabulary.
             raise outside_vocabulary(label, vocab_size, f" of microbatch {microbatch}")
 
-    _defer(judge)
+    defer(judge)
 
 
 def outside_vocabulary(label: int, vocab_size: int, where: str = "") -> UserError:
@@ -51,7 +51,7 @@ def outside_vocabulary(label: int, vocab_size: int, where: str = "") -> UserErro
     )
 
 
-def _defer(check: Callable[[], None]) -> None:
+def defer(check: Callable[[], None]) -> None:
     """Run a check at the end of `deferred_checks`; outside of it, run the check now."""
     check() if _deferred is None else _deferred.append(check)
 
@@ -80,6 +80,6 @@ def deferring(validate_result: Callable[..., None]) -> Callable[..., None]:
     def deferred(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
         # Copy the result, because the schedule later scales the loss in place.
         kept = result.detach().clone() if isinstance(result, torch.Tensor) else result
-        _defer(partial(validate_result, self, kept, *args, **kwargs))
+        defer(partial(validate_result, self, kept, *args, **kwargs))
 
     return deferred

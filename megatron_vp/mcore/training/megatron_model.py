@@ -15,10 +15,15 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
 from megatron_vp.mcore.model.split_backward import backward_without_weights
-from megatron_vp.mcore.training import token_outputs
 from megatron_vp.mcore.training.capture import Capture, capture, check_packed
 from megatron_vp.mcore.training.loss_check import check_labels
-from megatron_vp.mcore.training.token_outputs import TokenOutputs, TokenRequest, token_log_probs
+from megatron_vp.mcore.training.token_outputs import (
+    TokenOutputs,
+    TokenRequest,
+    check_entropies,
+    may_be_requested,
+    token_log_probs,
+)
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.schedule.passes import PassKind, Schedule
 
@@ -222,6 +227,7 @@ class MegatronModel:
         entropies = self.request is not None and self.request.entropy
         of_losses = gradient[0] if gradient is not None and entropies else gradient
         check_labels(microbatch, labels_bs, of_losses, part.core.vocab_size)
+        check_entropies(gradient, self.request)
         return gradient
 
     def abandon(self) -> None:
@@ -258,7 +264,7 @@ class MegatronModel:
         `microbatch`. Microbatches are read as late as possible, because their attention masks can take a lot of memory.
         """
         while chunk.captured <= microbatch:
-            suspends = self._runs_loss and chunk is self._chunks[-1] and token_outputs.taken
+            suspends = self._runs_loss and chunk is self._chunks[-1] and may_be_requested()
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model, suspends=suspends)
             chunk.captures[chunk.captured] = captured
             if self._agreed:

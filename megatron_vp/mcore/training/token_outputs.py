@@ -9,6 +9,7 @@ because a loop may import it before it calls `megatron_vp.enable`.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,22 @@ import torch
 import torch.distributed as dist
 
 from megatron_vp.errors import UserError
-from megatron_vp.mcore.training.loss_check import outside_vocabulary
+from megatron_vp.mcore.training.loss_check import defer, outside_vocabulary
 from megatron_vp.vocab.loss import CROSS_ENTROPY, MAX, Derivative, GlobalStatistics
 from megatron_vp.vocab.operations import operations_for
 
 taken = False
-"""Whether a script has taken a name of this module from `megatron_vp`. Without one, it cannot make a request."""
+"""Whether a script has taken a name of this module from `megatron_vp`."""
+
+_VERL = "verl.models.mcore.model_forward_fused", "fused_output_processor"
+"""Module and name of an output processor that computes the same: log-probabilities and entropies, at the temperature of
+its context. Its loop reads the answer's `log_probs` and `entropy`.
+"""
+
+
+def may_be_requested() -> bool:
+    """Whether `forward_step` can make a request: else, nothing has imported a function for it."""
+    return taken or _VERL[0] in sys.modules
 
 
 @dataclass(frozen=True)
@@ -54,9 +65,7 @@ class TokenOutputs:
     @classmethod
     def of(cls, values: torch.Tensor, request: TokenRequest) -> TokenOutputs:
         """The answer to `request` from token losses [b, s], or from token losses and entropies [2, b, s]."""
-        if not request.entropy:
-            return cls(-values)
-        return cls(-values[0], values[1] if request.entropy_gradient else values[1].detach())
+        return cls(-values[0], values[1]) if request.entropy else cls(-values)
 
     def values(self) -> torch.Tensor:
         """The inverse of `of`."""
@@ -67,6 +76,8 @@ def request_in(processor: Any, context: Any) -> TokenRequest | None:
     """The request in a call of the model; None if the call asks for token losses."""
     if processor is None:
         return None
+    if (getattr(processor, "__module__", ""), getattr(processor, "__qualname__", "")) == _VERL:
+        return TokenRequest(context.temperature, entropy=True)
     if processor is not token_log_probs:
         raise UserError(
             f"this forward_step passes output_processor={getattr(processor, '__qualname__', processor)} to the model, "
@@ -74,6 +85,25 @@ def request_in(processor: Any, context: Any) -> TokenRequest | None:
             "and --pipeline-schedule out"
         )
     return _checked(context)
+
+
+def check_entropies(gradient: torch.Tensor | None, request: TokenRequest | None) -> None:
+    """Raise UserError, at the end of the iteration, if the loss depends on entropies although the request denies it.
+
+    gradient: the gradient with respect to token losses and entropies, [2, b, s]; None in evaluation.
+    """
+    if gradient is None or request is None or request.entropy_gradient or not request.entropy:
+        return
+    depends = gradient[1].any()
+
+    def judge() -> None:
+        if depends:
+            raise UserError(
+                "the loss depends on the entropy, but the TokenRequest has entropy_gradient=False: set it to True, or "
+                "detach the entropy"
+            )
+
+    defer(judge)
 
 
 def _checked(context: Any) -> TokenRequest:
@@ -105,7 +135,7 @@ def token_log_probs(
     logits_sbv = scale_logits(logits)
     sizes = logits_sbv.shape[:2]
     values = _TokenValues.apply(
-        logits_sbv.flatten(0, 1), labels.t().flatten(), request.temperature, getattr(output_layer, "tp_group", None)
+        logits_sbv.flatten(0, 1), labels.t().flatten(), request, getattr(output_layer, "tp_group", None)
     )
     losses_bs, entropy_bs = (each.view(sizes).t() for each in values)
     return TokenOutputs.of(torch.stack([losses_bs, entropy_bs]) if request.entropy else losses_bs, request)
@@ -119,12 +149,16 @@ class _TokenValues(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits_nv: torch.Tensor, labels_n: torch.Tensor, temperature: float, group: dist.ProcessGroup | None
+        ctx: Any,
+        logits_nv: torch.Tensor,
+        labels_n: torch.Tensor,
+        request: TokenRequest,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         exp_nv, columns, operations = logits_nv.clone(), logits_nv.shape[1], operations_for(logits_nv)
         statistics_4n, target_n, target_logit_n = operations.exponentiate_(
-            exp_nv, labels_n, rank * columns, 1.0, 0.0, 0.0, temperature, entropy=True
+            exp_nv, labels_n, rank * columns, 1.0, 0.0, 0.0, request.temperature, entropy=True
         )
         gathered_r4n = statistics_4n[None]
         if size > 1:
@@ -134,7 +168,7 @@ class _TokenValues(torch.autograd.Function):
         operations.fold_(total_4n, gathered_r4n)
         total = GlobalStatistics(*total_4n.unbind())
         known = statistics_4n[MAX], target_n, target_logit_n, total, CROSS_ENTROPY, size * columns
-        ctx.kept, ctx.temperature, ctx.labels_n = (exp_nv, Derivative(*known)), temperature, labels_n
+        ctx.kept, ctx.request, ctx.labels_n = (exp_nv, Derivative(*known)), request, labels_n
         return total.token_loss(CROSS_ENTROPY), total.entropy_n
 
     @staticmethod
@@ -145,6 +179,8 @@ class _TokenValues(torch.autograd.Function):
         wrong_n = ((ctx.labels_n < 0) | (ctx.labels_n >= derivative.vocab_size)) & (gradients_n[0] != 0)
         if wrong_n.any():
             raise outside_vocabulary(int(ctx.labels_n[wrong_n][0]), derivative.vocab_size)
-        gradients_2n = torch.stack(gradients_n) / ctx.temperature
+        gradients_2n = torch.stack(gradients_n)
+        check_entropies(gradients_2n, ctx.request)
+        gradients_2n /= ctx.request.temperature
         operations_for(exp_nv).enter_derivative_(exp_nv, gradients_2n, derivative)
         return exp_nv, None, None, None
