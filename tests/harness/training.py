@@ -227,7 +227,7 @@ def train_case(
         return result
 
     with (
-        mock.patch.object(offload, "SMALLEST", 0),  # what these small models save leaves the device, too
+        mock.patch.object(offload, "LEAST_OFFLOADED", 0),  # what these small models save leaves the device, too
         mock.patch.object(training, "setup_model_and_optimizer", setup),
         mock.patch.object(training, "train_step", train_step),
         mock.patch.object(training, "evaluate", evaluate_),
