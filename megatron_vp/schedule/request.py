@@ -217,6 +217,10 @@ def _every_rank(family: Family, pipeline_size: int, method: VocabMethod) -> tupl
     return () if method is VocabMethod.NONE else tuple(range(pipeline_size))
 
 
+AUTO = "auto"
+"""The value of `--offload-chunks` that lets the cost model choose the number of chunks."""
+
+
 def chunks_to_offload(text: str, chunks: int) -> int:
     """Number of chunks per rank that `--offload-chunks` offloads, given a number, `half` (rounded up) or `all`."""
     named = {"half": (chunks + 1) // 2, "all": chunks}

@@ -12,6 +12,7 @@ from megatron_vp.cost.planning.offloading import (
     copy_load,
     fits_host,
     offloaded,
+    with_chosen_offload,
 )
 from megatron_vp.cost.planning.predict import evaluate
 from megatron_vp.cost.planning.variants import variants
@@ -97,6 +98,22 @@ def test_recomputed_chunks_are_not_offloaded(small):
     words = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
     refused = run("plan", small, "--offload", *words).exception
     assert isinstance(refused, UserError) and "one of the two" in str(refused)
+
+
+def test_auto_takes_as_few_chunks_as_fit_and_are_fastest():
+    auto, fixed = {"offload_chunks": "auto"}, {"offload_chunks": 0}
+    base = base_of()
+    assert with_chosen_offload(fixed, PLAN, JOB, WIDE, 0.5 * base.peak_memory) is PLAN
+    assert with_chosen_offload(auto, PLAN, JOB, WIDE, base.peak_memory) is PLAN, "it fits as it is"
+    all_away = evaluate(replace(PLAN, offload_chunks=4), JOB, WIDE)
+    limit = (base.peak_memory + all_away.peak_memory) / 2
+    chosen = with_chosen_offload(auto, PLAN, JOB, WIDE, limit)
+    fitting = [each for each in evaluations(base, WIDE) if each.fits(limit)]
+    assert chosen == min(fitting, key=lambda each: each.iteration_seconds).plan and chosen.offload_chunks
+    with pytest.raises(
+        UserError, match=r"auto finds no number of chunks with which this job fits into .*: it needs at least "
+    ):
+        with_chosen_offload(auto, PLAN, JOB, WIDE, 0.5 * all_away.peak_memory)
 
 
 WIDE_MODEL = {

@@ -1,6 +1,7 @@
 """Test that `megatron-vp check` and `sbatch` refuse the same arguments as the start of a job."""
 
 import shlex
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,16 @@ def test_activations_that_leave_the_device_need_room_on_the_host(monkeypatch):
     with pytest.raises(UserError, match=r"needs 8 GiB of host memory per node, .*offload fewer chunks, or leave"):
         check_job([*words, *flags], 2)
     assert check_job(words, 2).settings.offload_chunks(1) == 0
+
+
+def test_the_number_of_chunks_may_be_left_to_the_cost_model(monkeypatch):
+    words = ["--cpu", *tiny_model(pipeline_model_parallel_size=2), "--pipeline-schedule", "zb-v"]
+    job = check_job([*words, "--offload-chunks", "auto"], 2)
+    assert (job.args.offload_chunks, job.settings.offload_chunks(2)) == ("0", 0), "it fits as it is"
+    monkeypatch.setattr(host_room, "with_chosen_offload", lambda config, plan, *_: replace(plan, offload_chunks=2))
+    job = check_job([*words, "--offload-chunks", "auto"], 2)
+    assert (job.args.offload_chunks, job.settings.offload_chunks(2)) == ("2", 2)
+    assert job.order.other["copy"] > 0
 
 
 @pytest.mark.parametrize("limit", ["3", "1GiB"])

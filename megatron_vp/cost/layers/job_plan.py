@@ -26,7 +26,7 @@ from megatron_vp.jobs.virtual_stages import (
     shifts_given,
 )
 from megatron_vp.schedule import DEFAULT_SCHEDULE, Family, VocabMethod, family, megatrons_own
-from megatron_vp.schedule.request import chunks_to_offload
+from megatron_vp.schedule.request import AUTO, chunks_to_offload
 
 COUNTED_MODULES = {"mlp", "moe", "moe_act", "shared_experts", "core_attn", "layernorm", "mla_up_proj", "gdn_norm_out"}
 """The values of `--recompute-modules` whose effect on memory and time is counted; see `layer_operations.Op`."""
@@ -120,7 +120,7 @@ def plan_of(config: JobConfig) -> Plan:
         job = job_of(values)
         even = even_layers(job.model.layers, job.pipeline * own_chunks)
         layers = even if len(set(even)) > 1 else None
-    offload_chunks = chunks_to_offload(offload, chosen.chunks_of(chunks))
+    offload_chunks = 0 if offload in ("0", AUTO) else chunks_to_offload(offload, chosen.chunks_of(chunks))
     return Plan(chosen.name, vocab, chunks, layers, offload_chunks=offload_chunks)
 
 

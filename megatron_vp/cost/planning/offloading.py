@@ -13,11 +13,13 @@ from megatron_vp.cost.planning.stage_costs import layers_of, order_costs, single
 from megatron_vp.cost.ranks.outside import FRAGMENTS
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
+from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.schedule import Costs, family
 from megatron_vp.schedule.flex import fitted, microbatches_of_limit
 from megatron_vp.schedule.ledger import peak
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.placed_copies import check_offloaded
+from megatron_vp.schedule.request import AUTO
 
 HOST_SHARE = 0.8
 """Share of a node's host memory that activations may use; the rest is for processes, data and checkpoint writing."""
@@ -53,6 +55,33 @@ def fits_host(found: Prediction) -> bool:
     return (
         0 < fullest_node(found.job, found.hardware, [rank.host for rank in found.copies]) <= host_room(found.hardware)
     )
+
+
+def with_chosen_offload(
+    config: JobConfig, plan: Plan, job: Job, hardware: Hardware, limit: float | None = None
+) -> Plan:
+    """Choose the number of offloaded chunks of a configuration's `plan` if `--offload-chunks` is `auto`.
+
+    The number is 0 if the plan fits into `limit` bytes per rank (None: the device's memory) without offloading;
+    otherwise, it is the number that makes the plan fastest within the limit. Raises UserError if nothing fits.
+    """
+    if config.get("offload_chunks") != AUTO:
+        return plan
+    room = hardware.memory if limit is None else limit
+    base = evaluate(plan, job, hardware)
+    if base.fits(room):
+        return plan
+    found = [evaluate(each, job, hardware) for each in offloaded(plan, job, hardware)]
+    found = list(filter(fits_host, found))
+    fitting = [each for each in found if each.fits(room)]
+    if not fitting:
+        least = min((base, *found), key=lambda each: each.peak_memory)
+        raise UserError(
+            f"--offload-chunks auto finds no number of chunks with which this job fits into {room / GIB:.4g} GiB per "
+            f"rank: it needs at least {least.peak_memory / GIB:.1f} GiB, with {least.plan.offload_chunks} "
+            "chunks offloaded; use another --pipeline-schedule or more ranks, or try megatron-vp plan --offload"
+        )
+    return min(fitting, key=lambda each: each.iteration_seconds).plan
 
 
 def copy_load(job: Job, plan: Plan, chunks: int, hardware: Hardware) -> float:

@@ -11,7 +11,7 @@ from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced, best_shards
 from megatron_vp.cost.planning.candidates import refusal
-from megatron_vp.cost.planning.offloading import with_limit
+from megatron_vp.cost.planning.offloading import with_chosen_offload, with_limit
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
 from megatron_vp.jobs.virtual_stages import layers_given
@@ -24,7 +24,8 @@ def own_plan(config: JobConfig, job: Job, hardware: Hardware, limit: float | Non
 
     Raises UserError if the configuration contradicts itself or the job, or if nothing fits.
     """
-    plan, activations = with_shards(config, plan_of(config), job, hardware, limit), config.get("activation_limit")
+    plan = with_chosen_offload(config, plan_of(config), job, hardware, limit)
+    plan, activations = with_shards(config, plan, job, hardware, limit), config.get("activation_limit")
     return plan if activations is None else with_limit(job, plan, hardware, str(activations))
 
 

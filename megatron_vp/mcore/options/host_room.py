@@ -1,4 +1,4 @@
-"""Checks that nodes have enough host memory for what `--offload-chunks` moves there."""
+"""Chooses the number of chunks for `--offload-chunks auto`, and checks that nodes have enough host memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from megatron_vp.cost.hardware.gpus import Hardware
-from megatron_vp.cost.planning.offloading import check_offload
+from megatron_vp.cost.planning.offloading import check_offload, with_chosen_offload
 from megatron_vp.cost.planning.predict import predict
 from megatron_vp.cost.planning.samples import sampled
 from megatron_vp.errors import UserError
@@ -14,6 +14,19 @@ from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.mcore.options.predicted_job import Prediction
 from megatron_vp.mcore.platform import installed
 from megatron_vp.mcore.settled import RunSettings, process
+from megatron_vp.schedule.request import AUTO
+
+
+def chosen_offload(args: Arguments) -> str:
+    """Return the value of --offload-chunks, with `auto` replaced by the cost model's choice. Raises UserError if no
+    number of offloaded chunks makes the job fit into memory, or if the cost model cannot predict the job.
+    """
+    if args.offload_chunks != AUTO:
+        return args.offload_chunks
+    job, plan, hardware = Prediction(args).job()
+    return str(
+        with_chosen_offload({"offload_chunks": AUTO}, plan, sampled(job), _on_this_node(hardware)).offload_chunks
+    )
 
 
 def check_host_room(args: Arguments, settings: RunSettings, prediction: Prediction) -> None:

@@ -16,7 +16,7 @@ from megatron_vp.jobs.command_line import option_of
 from megatron_vp.jobs.known_options import Arguments
 from megatron_vp.jobs.layout_text import even_layers
 from megatron_vp.jobs.pattern_text import pattern_in
-from megatron_vp.mcore.options.host_room import check_host_room
+from megatron_vp.mcore.options.host_room import check_host_room, chosen_offload
 from megatron_vp.mcore.options.predicted_job import Prediction, choose_order, fit_schedule
 from megatron_vp.mcore.options.refusals import check_given, refuse, warnings_of
 from megatron_vp.mcore.options.vocab_rows import choose_rows
@@ -65,6 +65,7 @@ def settled_job(
     """
     # 1. Check what the user gave, before anything is derived from it.
     check_given(given)
+    given |= {"offload_chunks": chosen_offload(given)}
     asked, given = given, _with_schedule(given)
     settings, prediction = run_settings(given), Prediction(given)
     _refuse_numbers_of_chunks(given, settings)
