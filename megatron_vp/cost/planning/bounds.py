@@ -174,3 +174,7 @@ class Front:
             bound.seconds <= seconds * (1 + ROUNDING) and bound.memory_within(seconds) * (1 - ROUNDING) < memory
             for seconds, memory in zip(times, most, strict=False)
         )
+
+    def expects(self, bound: Bound) -> bool:
+        """Like `may_gain`, but treats `bound.expected` as another lower bound on memory."""
+        return self.may_gain(replace(bound, memory=max(bound.memory, bound.expected)))

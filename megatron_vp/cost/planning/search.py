@@ -94,7 +94,7 @@ class Search:
     pool: Executor = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.front = Front(self.limit)
+        self.front, self.spent = Front(self.limit), 0
         self.own = [each for each in self.tried if not each.settings]
 
     def run(self) -> Search:
@@ -107,9 +107,12 @@ class Search:
             self.count = len(self.found) + len(options)
             for away in (False, True):
                 turns = [option for option in options if bool(option.plan.offload_chunks) is away]
-                left += self._simulate("simulating", turns, self._may_gain, self.budget)
-            left = self._simulate("comparing", left, self._may_lead, COMPARED)
-            self.untried = list(filter(self._may_gain, left))
+                until = self.spent + self.budget
+                for gains in (self.front.expects, self.front.may_gain):
+                    turns = self._simulate("simulating", turns, lambda option, gains=gains: gains(option.bound), until)
+                left += turns
+            left = self._simulate("comparing", left, self._may_lead, self.spent + COMPARED)
+            self.untried = [option for option in left if self.front.may_gain(option.bound)]
             self._fit()
         self.found.sort(key=time_and_memory)
         return self
@@ -164,14 +167,16 @@ class Search:
         what: str,
         options: Sequence[Option],
         wanted: Callable[[Option], bool] = lambda option: True,
-        budget: float = math.inf,
+        until: float = math.inf,
     ) -> list[Option]:
-        """Simulate options in turn, TOGETHER at once, if they are `wanted` when it is their turn. Return the others."""
+        """Simulate options in turn, TOGETHER at once, if they are `wanted` when it is their turn and if fewer than
+        `until` simulations have been counted. Return the others.
+        """
         turns, left = deque(options), list[Option]()
-        together = TOGETHER if budget < math.inf else len(options)
-        while turns and budget > 0:
+        together = TOGETHER if until < math.inf else len(options)
+        while turns and self.spent < until:
             batch: list[tuple[Option, Future[list[Prediction] | str]]] = []
-            while turns and budget > 0 and len(batch) < together:
+            while turns and self.spent < until and len(batch) < together:
                 option = turns.popleft()
                 variant, plan = self.tried[option.variant], option.plan
                 if not wanted(option):
@@ -181,7 +186,7 @@ class Search:
                 else:
                     found = self.pool.submit(evaluations, plan, variant.job, self.hardware, self.limit)
                     batch.append((option, found))
-                    budget -= BALANCED if is_balanced(plan, variant.job) else 1
+                    self.spent += BALANCED if is_balanced(plan, variant.job) else 1
             for done, (option, future) in enumerate(batch, start=len(options) - len(turns) - len(batch) + 1):
                 self._settle(option, future.result())
                 self.progress(what, done, len(options))
@@ -205,9 +210,6 @@ class Search:
                 if each.plan.vocab is not VocabMethod.INTERLACED:
                     self.front.add(*time_and_memory(each))
 
-    def _may_gain(self, option: Option) -> bool:
-        return self.front.may_gain(option.bound)
-
     def _may_lead(self, option: Option) -> bool:
         """Whether an option may be the fastest run that Megatron itself supports."""
         best = min((each.iteration_seconds for each in self.fitting if each.plan.in_megatron), default=math.inf)
@@ -219,7 +221,7 @@ class Search:
         those of the fastest run that fits.
         """
         flexible = {record.bases[0].name: record.name for record in FAMILIES.values() if record.bases}
-        jobs = [each.job for each in (*self.own, *sorted(self.fitting, key=time_and_memory)[:1])]
+        jobs = [each.job for each in self.own] + [each.job for each in sorted(self.fitting, key=time_and_memory)[:1]]
         running = [
             (each, self.pool.submit(fitted_evaluation, replace(each.plan, schedule=flexible[name]), each, self.limit))
             for each in self.found

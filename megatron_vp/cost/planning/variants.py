@@ -105,8 +105,8 @@ def _sizes(
         "pipeline": [(size,) for size in range(1, min(layers, LARGEST, gpus) + 1)],
     }
     for dimension in keep:
-        names = DIMENSIONS[dimension]
-        tried[dimension] = [tuple(arguments.get(name) or (1 if len(names) == 1 else None) for name in names)]
+        otherwise = None if dimension == "recompute" else 1
+        tried[dimension] = [tuple(arguments.get(name) or otherwise for name in DIMENSIONS[dimension])]
     names = [name for dimension in tried for name in DIMENSIONS[dimension]]
     for sizes in product(*tried.values()):
         found = dict(zip(names, (value for values in sizes for value in values), strict=True))
