@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_vp.errors import UserError
 
 BALANCED, EVEN = "balanced", "even"
@@ -10,18 +12,20 @@ number of rows, apart from rounding.
 """
 
 
-def shards_of(text: object) -> str | tuple[int, ...]:
-    """Read a value of `--vocab-shards`: BALANCED (which None means), EVEN, or the rows of each pipeline rank, summed
-    over the tensor ranks of its stage. Raises UserError.
+def shards_of(text: object) -> str | Path | tuple[int, ...]:
+    """Read a value of `--vocab-shards`: BALANCED (which None means), EVEN, the folder of `measured:DIR`, or the rows of
+    each pipeline rank, summed over the tensor ranks of its stage. Raises UserError.
     """
     words = BALANCED if text is None else str(text).strip()
     if words in (BALANCED, EVEN):
         return words
+    if words.startswith("measured:"):
+        return Path(words.removeprefix("measured:"))
     numbers = [number.strip() for number in words.split(",")]
     if not all(number.removeprefix("-").isdecimal() and len(number) < 20 for number in numbers):
         raise UserError(
-            f"--vocab-shards {words} cannot be parsed: use balanced, even, or one number of rows per pipeline rank "
-            "such as 64000,64256,0,0"
+            f"--vocab-shards {words} cannot be parsed: use balanced, even, measured:DIR, or one number of rows per "
+            "pipeline rank such as 64000,64256,0,0"
         )
     return tuple(map(int, numbers))
 

@@ -13,7 +13,7 @@ from megatron_vp.trace.rank_files import read_ranks
 
 SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_experts", "seq_length"),
-    *("micro_batch_size", "context_parallel_size", "padded_vocab_size"),
+    *("micro_batch_size", "context_parallel_size", "tensor_model_parallel_size", "padded_vocab_size"),
 )
 """Names of the Megatron arguments on which pass times depend."""
 
@@ -27,6 +27,7 @@ class RankReport:
     passes: the part of these seconds in which the rank computed, by kind of pass.
     peak_memory_bytes: largest number of bytes allocated at once; None if not measured (on CPU).
     sizes: the values of SIZES.
+    layers, vocab_rows: of the run's virtual stages, and of its pipeline ranks; None if equal, and if not split.
     """
 
     rank: int
@@ -42,6 +43,8 @@ class RankReport:
     schedule: str = ""
     vocab: str = "none"
     log_interval: int = 1
+    layers: tuple[int, ...] | None = None
+    vocab_rows: tuple[int, ...] | None = None
 
     @property
     def iteration_seconds(self) -> float:
@@ -83,6 +86,10 @@ class RankReport:
             schedule=str(document["schedule"]),
             vocab=str(document["vocab"]),
             log_interval=int(document.get("log_interval", 1)),
+            **{
+                name: None if (counts := document.get(name)) is None else tuple(counts)
+                for name in ("layers", "vocab_rows")
+            },
         )
 
 

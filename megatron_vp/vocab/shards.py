@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron_vp.errors import UserError
 from megatron_vp.row_counts import check_stage_rows, rows_per_shard
@@ -50,6 +50,11 @@ class VocabShards:
     def rows_per_shard(self) -> int:
         """Number of rows of a full shard in an even split."""
         return rows_per_shard(self.vocab_size, self.count)
+
+    @property
+    def by_stage(self) -> tuple[int, ...]:
+        """Number of rows of every pipeline rank."""
+        return tuple(end - start for start, end in pairwise(self._stage_starts[:-1]))
 
     @property
     def holders(self) -> tuple[int, ...]:

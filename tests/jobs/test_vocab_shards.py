@@ -23,5 +23,5 @@ def test_every_form_is_read(text, choice):
 
 @pytest.mark.parametrize("text", ["", "equal", "8,,8", "8;8", "8.5,7.5", "balanced,8", "--8,8", "Even", f"{10**30},8"])
 def test_anything_else_is_refused(text):
-    with pytest.raises(UserError, match=r"cannot be parsed: use balanced, even, or one number"):
+    with pytest.raises(UserError, match=r"cannot be parsed: use balanced, even, measured:DIR, or one number"):
         shards_of(text)

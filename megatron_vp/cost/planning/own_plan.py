@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -11,6 +12,7 @@ from megatron_vp.cost.layers.job_plan import plan_of
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.balanced import balanced, best_shards
 from megatron_vp.cost.planning.candidates import refusal
+from megatron_vp.cost.planning.measured_rows import measured_rows
 from megatron_vp.cost.planning.offloading import with_chosen_offload, with_limit
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.job_config import JobConfig
@@ -44,12 +46,17 @@ def with_shards(
     choice, said = shards_of(given), {"vocab_shards": given, "pipeline_schedule": plan.schedule}
     if plan.vocab is VocabMethod.NONE and given is not None:
         raise UserError(NEEDS_VOCAB_PARALLEL.format_map(said))
-    if plan.vocab is VocabMethod.INTERLACED and isinstance(choice, tuple):
+    if plan.vocab is VocabMethod.INTERLACED and isinstance(choice, tuple | Path):
         raise UserError(EVEN_ALONE.format_map(said))
     if not plan.vocab.is_sharded or choice == EVEN:
         return plan
     if isinstance(choice, tuple):
         return replace(plan, vocab_rows=choice)
+    if isinstance(choice, Path):
+        sizes = {"padded_vocab_size": job.model.vocab, "pipeline_model_parallel_size": job.pipeline}
+        own = {"pipeline_schedule": plan.schedule, "vocab_parallel_algorithm": str(plan.vocab)}
+        layers, rows, _ = measured_rows(choice, {**config, **sizes, **own}, layers_given(config))
+        return replace(plan, layers=layers, vocab_rows=rows)
     choose = best_shards if may_stay_whole(config, plan) else balanced
     return choose(job, plan, hardware, memory_limit or hardware.memory, layers_given(config) is not None)[0]
 

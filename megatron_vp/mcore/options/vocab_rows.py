@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megatron_vp.cost.planning.balanced import balanced, best_shards
+from megatron_vp.cost.planning.measured_rows import measured_rows
 from megatron_vp.cost.planning.own_plan import may_stay_whole
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
@@ -30,6 +33,11 @@ def choose_rows(args: Arguments, settings: RunSettings, prediction: Prediction) 
         return ChosenRows(choice)
     if needs_even_shards(settings) or settings.family.fixed is not None:
         return ChosenRows()
+    if isinstance(choice, Path):
+        own = {"pipeline_schedule": settings.family.name, "padded_vocab_size": prediction.vocabulary}
+        layers, rows, gain = measured_rows(choice, {**vars(args), **own}, layers_given(args))
+        why = f"from the pass times in {choice}: the busiest rank should be {gain:.3f} times as fast as in that run"
+        return ChosenRows(rows, why, _layout(args, layers))
     return _balanced(args, prediction)
 
 
@@ -42,18 +50,26 @@ def _balanced(args: Arguments, prediction: Prediction) -> ChosenRows:
     """Choose the rows (and, if no layout is given, the layers) that the cost model predicts to be fastest, or whole
     vocabulary layers. If the cost model cannot predict the job, the shards stay equal.
     """
-    layout, laid_out = None, args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
     try:
         job, plan, hardware = prediction.job()
         named = {"vocab_parallel_algorithm": "--vocab-parallel-algorithm" in process.words.options}
         choose = best_shards if may_stay_whole({**vars(args), **named}, plan) else balanced
-        found, gain = choose(job, plan, hardware, hardware.memory, laid_out)
+        found, gain = choose(job, plan, hardware, hardware.memory, _is_laid_out(args))
     except UserError as error:
         return ChosenRows(reason=f"the cost model behind --vocab-shards balanced cannot predict this job: {error}")
     if not found.vocab.is_sharded:
         return ChosenRows(reason=STAYS_WHOLE, whole=True)
     why = f"on {hardware.name}, training is predicted to be {gain:.3f} times as fast as with equal rows"
-    if found.layers is not None and not laid_out:
-        pattern, heads = pattern_in(vars(args)), args.mtp_num_layers or 0
-        layout = layout_of(found.layers, heads) if pattern is None else pattern.with_bars(found.layers)
-    return ChosenRows(found.vocab_rows, None if found.vocab_rows is None else why, layout)
+    return ChosenRows(found.vocab_rows, None if found.vocab_rows is None else why, _layout(args, found.layers))
+
+
+def _is_laid_out(args: Arguments) -> bool:
+    return args.pipeline_model_parallel_layout is not None or layers_given(args) is not None
+
+
+def _layout(args: Arguments, layers: tuple[int, ...] | None) -> str | None:
+    """A layout with these layers per stage; None if there are none, or the arguments say which layers a stage has."""
+    if layers is None or _is_laid_out(args):
+        return None
+    pattern = pattern_in(vars(args))
+    return layout_of(layers, args.mtp_num_layers or 0) if pattern is None else pattern.with_bars(layers)

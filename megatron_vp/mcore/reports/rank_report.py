@@ -19,6 +19,7 @@ from megatron.core import parallel_state
 
 from megatron_vp.files import write_report
 from megatron_vp.jobs.known_options import Arguments
+from megatron_vp.mcore.reports.job_partition import layers_given
 from megatron_vp.mcore.settled import SettledJob, process
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.launcher_store import PATIENCE_SECONDS, Notes
@@ -27,6 +28,7 @@ from megatron_vp.schedule.instructions import Run
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.trace.rank_files import path_of
 from megatron_vp.trace.rank_reports import SIZES
+from megatron_vp.vocab.shards import VocabShards
 
 KEPT = 200
 """The largest number of iterations whose times a report contains. This limit keeps reports of long runs small."""
@@ -81,9 +83,21 @@ class RankReport:
             "pass_milliseconds_by_iteration": passes,
             "memory_bytes": self._memory(parameters),
             "sizes": {name: size for name in SIZES if (size := getattr(self._args, name, None)) is not None},
+            "layers": layers_given(self._args),
+            "vocab_rows": self._rows(),
         }
         path = path_of(Path(self._args.rank_report), rank)
         write_report(path, json.dumps(content, indent=1) + "\n", "the rank report")
+
+    def _rows(self) -> tuple[int, ...] | None:
+        """Vocabulary rows of every pipeline rank; None if they are not split."""
+        args = self._args
+        if not args.vocab_parallel:
+            return None
+        tensor = args.tensor_model_parallel_size
+        return VocabShards(
+            args.padded_vocab_size, args.pipeline_model_parallel_size * tensor, tensor, args.vocab_rows
+        ).by_stage
 
     def _memory(self, parameters: Sequence[torch.nn.Parameter]) -> dict[str, int]:
         """Bytes by name: weights, main gradients, and, if measured, allocated and peak memory."""

@@ -150,10 +150,10 @@ def _described(called: Arguments, settings: Mapping[str, Any], model: Mapping[st
             "megatron_vp.enable does not support a pipeline_model_parallel_layout in the model's configuration: remove "
             "it, or let Megatron parse --pipeline-model-parallel-layout from the command line"
         )
-    if job.vocab_parallel and job.vocab_shards == "balanced":
+    if job.vocab_parallel and job.vocab_shards.startswith(("balanced", "measured:")):
         raise UserError(
-            "vocab_shards='balanced' may move layers, but this script places the layers itself: use 'even', or one "
-            "number of rows for each pipeline rank"
+            f"vocab_shards={job.vocab_shards!r} may move layers, but this script places the layers itself: use "
+            "'even', or one number of rows for each pipeline rank"
         )
     run, chunks = run_settings(job), job.virtual_pipeline_model_parallel_size or 1
     needed = run.family.chunks
