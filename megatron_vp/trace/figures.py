@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.draw import aligned
@@ -68,7 +68,8 @@ def mean_costs(traces: Sequence[RankTrace]) -> PassCosts:
             key = span.name, span.iteration
             collectives[key] = min(span.duration, collectives.get(key, span.duration))
     each = len(traces) * sum(traces[0].microbatches.values())
-    return PassCosts(**{kind: total / each for kind, total in took.items()}, comm=fmean(collectives.values() or (0.0,)))
+    means: dict[str, Any] = {kind: total / each for kind, total in took.items()}
+    return PassCosts(**means, comm=fmean(collectives.values() or (0.0,)))
 
 
 def _compute(spans: Sequence[TracedSpan]) -> list[TracedSpan]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -86,11 +86,13 @@ class RankReport:
             schedule=str(document["schedule"]),
             vocab=str(document["vocab"]),
             log_interval=int(document.get("log_interval", 1)),
-            **{
-                name: None if (counts := document.get(name)) is None else tuple(counts)
-                for name in ("layers", "vocab_rows")
-            },
+            layers=_counts(document.get("layers")),
+            vocab_rows=_counts(document.get("vocab_rows")),
         )
+
+
+def _counts(given: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if given is None else tuple(map(int, given))
 
 
 def read_reports(folder: Path) -> list[RankReport]:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from megatron_vp.cost.hardware.gpus import Hardware
@@ -109,7 +109,7 @@ class Search:
                 turns = [option for option in options if bool(option.plan.offload_chunks) is away]
                 until = self.spent + self.budget
                 for gains in (self.front.expects, self.front.may_gain):
-                    turns = self._simulate("simulating", turns, lambda option, gains=gains: gains(option.bound), until)
+                    turns = self._simulate("simulating", turns, partial(_gains, gains), until)
                 left += turns
             left = self._simulate("comparing", left, self._may_lead, self.spent + COMPARED)
             self.untried = [option for option in left if self.front.may_gain(option.bound)]
@@ -283,3 +283,7 @@ def _of_any_shards(even: Bound, seconds: float) -> Bound:
     idle = min(rank.idle for rank in even.ranks)
     ranks = (HeldBytes(always, byte_seconds, idle),)
     return replace(even, seconds=min(seconds, even.seconds), memory=min(always, even.memory), ranks=ranks)
+
+
+def _gains(front: Callable[[Bound], bool], option: Option) -> bool:
+    return front(option.bound)

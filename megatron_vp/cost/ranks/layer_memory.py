@@ -136,10 +136,10 @@ def stage_memory(job: Job, hardware: Hardware, split: bool, kinds: tuple[str, ..
     needed = {kind: layers[kind].backward for kind in own}
     mlps = [each for kind, each in needed.items() if any(op.name == "down" for op in operations(job, kind))]
     return LayerMemory(
-        *(sum(count * getattr(layers[kind], name) for kind, count in counts.items()) for name in _SUMMED),
-        max(mlps or needed.values(), default=0.0),
-        max((layers[kind].once for kind in counts), default=0.0),
-        _in_attention(job, own),
+        **{name: sum(count * getattr(layers[kind], name) for kind, count in counts.items()) for name in _SUMMED},
+        backward=max(mlps or needed.values(), default=0.0),
+        once=max((layers[kind].once for kind in counts), default=0.0),
+        forward=_in_attention(job, own),
     )
 
 

@@ -213,7 +213,9 @@ class PassTimes(CommunicationModel):
         job, rates = self.job, self.hardware.rates
         gradient = 4 if job.wide_gradients else job.element_bytes
         rows = job.shard_rows if rows is None else rows
-        return rates and ShardPasses(rates, tokens, rows, job.model.hidden, job.element_bytes, gradient)
+        if rates is None:
+            return None
+        return ShardPasses(rates, tokens, rows, job.model.hidden, job.element_bytes, gradient)
 
     def vocabulary_passes(self, method: VocabMethod, rows: int | None = None) -> tuple[float, float, float, float]:
         """Seconds of S, T, IF and IB, which are 0 on a rank without rows."""
