@@ -47,6 +47,9 @@ def _merged(ranks, tensor=1):
 
 def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options):
     ours = run_ranks(ranks, token_loop.train, settings, requests, chunks, tied, tensor, False, inside, **options)
+    # Data-parallel ranks follow each other; all replicas get the same data.
+    data = options.get("data", 1)
+    ours, ranks = ours[::data], ranks // data
     for index, request in enumerate(requests):
         found, told = _merged([rank[index] for rank in ours], tensor)
         # An interleaved model has the initial weights of Megatron's.
@@ -128,6 +131,14 @@ def test_microbatches_of_different_lengths_are_those_of_padded_ones(settings, re
 @pytest.mark.parametrize(("settings", "chunks"), [(ONE, 1), (TWO | {"pipeline_schedule": "v-half"}, 2), (None, 1)])
 def test_logits_that_the_model_scales(settings, chunks):
     _compare(settings, [POLICY], 2, chunks, False, 1, False, **token_loop.MUP)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("settings", "request_", "chunks"), [(ONE | {"pipeline_schedule": "v-half"}, BONUS, 2), (TWO, POLICY, 1)]
+)
+def test_two_replicas(settings, request_, chunks):
+    _compare(settings, [request_], 4, chunks, False, 1, True, data=2)
 
 
 @slow

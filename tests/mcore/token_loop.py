@@ -115,7 +115,18 @@ def started(ranks, settings, chunks, tied, tensor, **options):
 
 
 def train(
-    rank, world, settings, requests, chunks=1, tied=False, tensor=1, whole=False, inside=False, lengths=None, **options
+    rank,
+    world,
+    settings,
+    requests,
+    chunks=1,
+    tied=False,
+    tensor=1,
+    whole=False,
+    inside=False,
+    lengths=None,
+    data=1,
+    **options,
 ):
     """For every request, a forward-only call and a training call: reports of both, and gradients by global name."""
     import threading
@@ -123,7 +134,7 @@ def train(
     from megatron_vp import TokenRequest
 
     with process_group(rank, world), as_in_verl() if inside == "verl" else nullcontext():
-        model, results = started(world // tensor, settings, chunks, tied, tensor, **options), []
+        model, results = started(world // tensor // data, settings, chunks, tied, tensor, **options), []
         for asked in requests:
             request = TokenRequest(**asked)
             told = call(model, request, whole, inside, forward_only=True, lengths=lengths)
