@@ -217,16 +217,18 @@ class Search:
         return option.plan.in_megatron and least.seconds < best and least.memory_within(best) <= self.limit
 
     def _fit(self) -> None:
-        """Fit flexible schedules to the limit where their largest base does not fit: with the job's own sizes, and with
-        those of the fastest run that fits.
+        """Fit flexible schedules to the limit where their largest base does not fit but another run with the same sizes
+        and vocabulary method does: with the job's own sizes, and with those of the fastest run that fits.
         """
+        fitting = {(each.job, each.plan.vocab) for each in self.fitting}
         flexible = {record.bases[0].name: record.name for record in FAMILIES.values() if record.bases}
         jobs = [each.job for each in self.own] + [each.job for each in sorted(self.fitting, key=time_and_memory)[:1]]
         running = [
             (each, self.pool.submit(fitted_evaluation, replace(each.plan, schedule=flexible[name]), each, self.limit))
             for each in self.found
-            if (name := each.plan.schedule) in flexible and each.job in jobs and not each.fits(self.limit)
-            if each.job.pipeline <= MOST_BALANCED and not each.plan.offload_chunks and not each.plan.vocab_rows
+            if (name := each.plan.schedule) in flexible and each.job in jobs and (each.job, each.plan.vocab) in fitting
+            if not each.fits(self.limit) and each.job.pipeline <= MOST_BALANCED
+            if not each.plan.offload_chunks and not each.plan.vocab_rows
         ]
         for largest, future in running:
             self._add(future.result(), largest.settings)
