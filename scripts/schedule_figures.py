@@ -17,7 +17,6 @@ from megatron_vp.schedule.families import PLANNED
 from megatron_vp.schedule.request import chunks_to_offload
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "concepts" / "schedules.md"
 FIGURES = ROOT / "docs" / "reference" / "schedule_figures.md"
 PICTURES = ROOT / "docs" / "images" / "schedules"
 
@@ -157,8 +156,8 @@ def main() -> int:
         simulated |= {(name, vocab, ranks): timeline(name, vocab, ranks) for ranks in SIZES}
     blocks = (
         (FIGURES, "figures", table(simulated)),
-        (PAGE, "limit figures", limit_table()),
-        (PAGE, "offload figures", offload_table()),
+        (FIGURES, "limit figures", limit_table()),
+        (FIGURES, "offload figures", offload_table()),
     )
     old = [page.name for page, block, fresh in blocks if write_block(page, block, fresh, check)]
     if check:

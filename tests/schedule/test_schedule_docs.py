@@ -33,7 +33,7 @@ def test_the_page_shows_the_present_figures():
 @pytest.mark.slow
 def test_the_page_shows_what_a_limit_costs(monkeypatch):
     script = load_script()
-    page = script.PAGE.read_text(encoding="utf-8").split("<!-- begin limit figures -->")[1]
+    page = script.FIGURES.read_text(encoding="utf-8").split("<!-- begin limit figures -->")[1]
     monkeypatch.setattr(script, "LIMITS", (5,))
     for line in script.limit_table().splitlines()[2:]:
         vocab, cell = line.strip("| ").split(" | ")
@@ -44,7 +44,7 @@ def test_the_page_shows_what_a_limit_costs(monkeypatch):
 @pytest.mark.slow
 def test_the_page_shows_what_offloading_leaves():
     script = load_script()
-    assert not script.write_block(script.PAGE, "offload figures", script.offload_table(), check=True)
+    assert not script.write_block(script.FIGURES, "offload figures", script.offload_table(), check=True)
 
 
 def test_the_schedule_written_by_hand_runs():
