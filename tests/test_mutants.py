@@ -9,6 +9,6 @@ import mutants
 
 
 def test_every_mutant_can_be_applied():
-    assert len(mutants.mutants()) == 300
+    assert len(mutants.mutants()) >= 300
     found = mutants.problems()
     assert not found, "\n".join(["where a mutant's code went, write the same fault for the new code:", *found])

@@ -173,7 +173,7 @@ class Answer:
         return changed | settings_of(self.config | dict(found.settings), found.plan, found.job)
 
     def table(self) -> str:
-        """The answer as text: first the verdict, then the recommended run beside the job as given, then the others."""
+        """The answer as text: first the verdict, then the recommended run next to the given job, then the others."""
         search, verdict, limit = self.search, self.verdict, self.search.limit
         listed = search.found
         if self.searching or search.offload:
