@@ -18,9 +18,7 @@ def test_a_model_gets_a_row_for_each_limit_that_it_fits(monkeypatch, capsys):
     assert len(table) == 2 + len(found) and {line.count("|") for line in table} == {12}
     monkeypatch.setattr(who_gains, "rows", lambda cases: iter([{"model": case.name} for case in cases]))
     who_gains.main(["--models", "deepseek_v3", "--format", "json"])
-    assert [row["model"] for row in json.loads(capsys.readouterr().out)] == [
-        *("deepseek_v3, without MTP", "deepseek_v3", "deepseek_v3")
-    ]
+    assert [row["model"] for row in json.loads(capsys.readouterr().out)] == ["deepseek_v3, without MTP", "deepseek_v3"]
 
 
 def test_every_case_is_a_job_that_fits_its_gpus():
