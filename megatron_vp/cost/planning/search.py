@@ -41,7 +41,7 @@ BALANCED = 4
 """A run whose shards are balanced counts as this many simulations, because balancing its shards takes several."""
 
 COMPARED = 48
-"""The search for the run to compare with takes at most this many simulations."""
+"""At most this many simulations look for the run to compare with, and as many try other plans with its sizes."""
 
 TOGETHER = 8
 """The number of simulations that start together, and therefore of cores in use."""
@@ -111,7 +111,8 @@ class Search:
                 for gains in (self.front.expects, self.front.may_gain):
                     turns = self._simulate("simulating", turns, partial(_gains, gains), until)
                 left += turns
-            left = self._simulate("comparing", left, self._may_lead, self.spent + COMPARED)
+            for wanted in (self._may_lead, self._may_beat_megatron):
+                left = self._simulate("comparing", left, wanted, self.spent + COMPARED)
             self.untried = [option for option in left if self.front.may_gain(option.bound)]
             self._fit()
         self.found.sort(key=time_and_memory)
@@ -210,10 +211,19 @@ class Search:
                 if each.plan.vocab is not VocabMethod.INTERLACED:
                     self.front.add(*time_and_memory(each))
 
+    @property
+    def _rival(self) -> Prediction | None:
+        return min((each for each in self.fitting if each.plan.in_megatron), key=time_and_memory, default=None)
+
+    def _may_beat_megatron(self, option: Option) -> bool:
+        """Whether an option may be better than the fastest run that Megatron itself supports, with the same sizes."""
+        rival = self._rival
+        return rival is not None and self.tried[option.variant].job == rival.job and self.front.may_gain(option.bound)
+
     def _may_lead(self, option: Option) -> bool:
         """Whether an option may be the fastest run that Megatron itself supports."""
-        best = min((each.iteration_seconds for each in self.fitting if each.plan.in_megatron), default=math.inf)
-        least = option.bound
+        rival, least = self._rival, option.bound
+        best = rival.iteration_seconds if rival else math.inf
         return option.plan.in_megatron and least.seconds < best and least.memory_within(best) <= self.limit
 
     def _fit(self) -> None:
