@@ -208,4 +208,4 @@ def test_array_runs_cells_and_the_collector_reads_them(cluster, said):
     rows = list(csv.DictReader(printed.splitlines()))
     assert [row["method"] for row in rows] == ["baseline", "vocab-2"]
     assert all(float(row["mfu_percent"]) > 0 for row in rows)
-    assert "vocab-1, vocabulary size 32k: not run" in errors
+    assert "table5-8-2048-vocab-1-32k: not run" in errors
