@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -214,16 +213,9 @@ def table(found: list[Run]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_gains(page: str) -> str:
-    """Return the page with the gains that its block of `plan` shows in its first sentences."""
-    fixed, free = re.findall(r"^faster: ([\d.]+) times as fast as the best run without megatron_vp", page, re.MULTILINE)
-    page = re.sub(r"[\d.]+ times as fast as with Megatron's own", f"{fixed} times as fast as with Megatron's own", page)
-    return re.sub(r"it is [\d.]+ times", f"it is {free} times", page)
-
-
 def written(page: str, found: list[Run]) -> str:
     """Return the page with everything that this script writes to it."""
-    return with_block(with_block(with_gains(page), "predicted", table(found)), "public", public())
+    return with_block(with_block(page, "predicted", table(found)), "public", public())
 
 
 def shown(found: list[Run]) -> list[Run]:

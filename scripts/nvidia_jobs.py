@@ -199,7 +199,7 @@ def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
     totals = counts.pop("**all**")
     for group, count in [*counts.items(), ("**all**", totals)]:
         lines.append(f"| {group} | {' | '.join(str(count[key]) for key in ('jobs', 'plain', *OURS))} |")
-    for place, way in enumerate(("plain Megatron", *OURS)):
+    for place, way in enumerate(("plain Megatron", "own schedule")):
         refused = [said[place] for said in answers.values() if len(said) > place and said[place] is not None]
         by_reason = Counter(reason(answer) for answer in refused)
         lines += ["", f"| refused, {way} | jobs |", "|---|---|"]
