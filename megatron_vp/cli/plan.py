@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -241,7 +241,7 @@ class Answer:
         """The columns of the table: headings, and what is said of a run."""
         columns: dict[str, Callable[[Prediction], str]] = {}
         for name in SIZES if self.searching else ():
-            columns[name.replace("_", "\n")] = lambda each, name=name: str(getattr(each.job, name))
+            columns[name.replace("_", "\n")] = partial(_size, name)
         columns |= {
             "<schedule": lambda each: each.plan.label,
             "<vocabulary": lambda each: each.plan.title + " *" * each.given,
@@ -334,3 +334,7 @@ def _changes(own: object, value: object) -> bool:
 def _unset(settings: dict[str, Any]) -> list[str]:
     """The settings that flags cannot express, because they unset an argument."""
     return [name for name, value in settings.items() if value is None or value is False]
+
+
+def _size(name: str, each: Prediction) -> str:
+    return str(getattr(each.job, name))

@@ -218,6 +218,6 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | N
         made.add_column(heading[left:], justify="left" if left else "right", no_wrap=True)
     for row in rows:
         made.add_row(*row)
-    console = Console(width=160, file=io.StringIO(), force_terminal=False)
-    console.print(made)
-    return console.file.getvalue()
+    written = io.StringIO()
+    Console(width=160, file=written, force_terminal=False).print(made)
+    return written.getvalue()
