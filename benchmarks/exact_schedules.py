@@ -21,12 +21,11 @@ from math import gcd
 from ortools.sat.python import cp_model
 
 from megatron_vp.schedule import Costs, Held, Pass, PassKind, Schedule, VocabMethod, validate
-from megatron_vp.schedule.dependencies import build_graph, join_vocabulary_passes
-from megatron_vp.schedule.graph import Graph
+from megatron_vp.schedule.dependencies import join_vocabulary_passes
 from megatron_vp.schedule.ledger import lives
 from megatron_vp.schedule.list_scheduler import MemoryLimits
 from megatron_vp.schedule.node_times import durations, node_times
-from megatron_vp.schedule.reorder import link_limits
+from megatron_vp.schedule.reorder import linked_graph
 
 GRID = 400
 """Durations must be multiples of 1/GRID, because the solver computes with integers."""
@@ -71,8 +70,8 @@ class _Model:
     """The solver's model, with variables indexed by the numbers of the graph's nodes. Times are multiples of `unit`."""
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
-        self.schedule, self.graph = schedule, _graph(schedule)
-        self.orders = self.graph.numbers(schedule.ranks)
+        self.schedule, self.graph = schedule, linked_graph(schedule)
+        self.orders, self.nodes = self.graph.numbers(schedule.ranks), self.graph.nodes
         took = durations(self.graph, schedule, costs)
         steps = [round(duration * GRID) for duration in took]
         for duration, step in zip(took, steps, strict=True):
@@ -96,7 +95,7 @@ class _Model:
         """Compute the start times of the given order, which are the solver's first guess."""
         graph = self.graph
         if self.schedule.vocab is VocabMethod.INTERLACED:
-            graph = _graph(self.schedule)
+            graph = linked_graph(self.schedule)
             join_vocabulary_passes(graph, self.orders)
         self.guess = node_times(graph, self.orders, self.took)
 
@@ -167,14 +166,8 @@ class _Model:
             # Among passes that start at the same time, those that take no time come first, then those that are earlier
             # in the given order.
             order = sorted(order, key=lambda n: (solver.value(self.start[n]), self.took[n], place[n]))
-            ranks.append(tuple(self.graph.step(number).action for number in order))
+            ranks.append(tuple(self.nodes[number].action for number in order))
         return replace(self.schedule, ranks=tuple(ranks)), solver.best_objective_bound * self.unit
-
-
-def _graph(schedule: Schedule) -> Graph:
-    graph = build_graph(schedule)
-    link_limits(graph, schedule)
-    return graph
 
 
 def _without_microbatch(node: object) -> object:

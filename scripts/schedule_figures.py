@@ -13,13 +13,13 @@ from pathlib import Path
 
 from megatron_vp.schedule import FAMILIES, PassCosts, Timeline, generate, simulate
 from megatron_vp.schedule.draw import to_picture
-from megatron_vp.schedule.families import PLANNED
 from megatron_vp.schedule.request import chunks_to_offload
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "reference" / "schedule_figures.md"
 PICTURES = ROOT / "docs" / "images" / "schedules"
 
+PLANNED = [name for name, family in FAMILIES.items() if family.planned]
 SIZES = (4, 8, 16, 32)
 MICROBATCHES = 128
 CHART_SIZE = 16

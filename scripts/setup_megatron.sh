@@ -26,11 +26,10 @@ scripts/setup_env.sh
 .venv/bin/python - "$version" <<'END'
 import sys
 
-from megatron_vp.mcore.start.launch import one_line_errors
-from megatron_vp.mcore.patches import require_supported
+from megatron_vp.mcore.patches import SUPPORTED_SERIES
 
-with one_line_errors():
-    require_supported(sys.argv[1])
+if ".".join(sys.argv[1].split(".")[:2]) not in SUPPORTED_SERIES:
+    sys.exit(f"setup: megatron-core {sys.argv[1]} is not supported: use {' or '.join(SUPPORTED_SERIES)}")
 END
 # If the checkout has uncommitted changes, recreate its environment, because the name does not identify the changes.
 changed=$([[ -z $checkout ]] || git -C "$checkout" status --porcelain 2>&1 | head -1)
