@@ -59,8 +59,10 @@ def measured_rows(
     by_layer = [took / (count or 1) for took, count in zip(others, own_layers or (1,) * len(rows), strict=True)]
     for rank, took in enumerate(by_layer):
         if not others[rank] or took > IMPLAUSIBLE * median(by_layer) or bool(of_rows[rank]) != bool(rows[rank]):
-            raise UserError(f"the times of rank {rank} in {folder} are impossible: its file is damaged, or something "
-                            "else ran on its GPU; measure again")  # fmt: skip
+            raise UserError(
+                f"the times of rank {rank} in {folder} are impossible: its file is damaged, or something else ran on "
+                "its GPU; measure again"
+            )
     mean = sum(of_rows) / sum(rows)
     by_row = [took / own if own else mean for took, own in zip(of_rows, rows, strict=True)]
 
