@@ -26,7 +26,7 @@ class BuildingBlock:
     a microbatch occupies a rank for one interval in total. If `group` is above 1, the microbatches of a group start
     `interval` / chunks apart, because a rank takes the whole group through one chunk before the next chunk.
 
-    The backwards of the pairs in `overlaps` are whole, and all other backwards of a block with such pairs are split.
+    The backwards of the pairs in `overlaps` are whole. If the block has `weight`, all other backwards are split.
     """
 
     placement: Placement
@@ -38,6 +38,10 @@ class BuildingBlock:
     weight: tuple[float, ...] | None
     group: int = 1
     overlaps: Overlaps = lambda rank, microbatches, barriers: ()
+    apart: int = 0
+    """number of steps by which all backwards are late, so that the two passes of a pair do not need each other"""
+    joint: bool = False
+    """whether the two passes of a pair run as one (`Schedule.pairs`)"""
 
     @classmethod
     def in_slots(

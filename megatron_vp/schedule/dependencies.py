@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from megatron_vp.schedule.graph import Graph, Node, Pattern, Step
 from megatron_vp.schedule.instructions import Loss
@@ -32,7 +32,7 @@ def check_passes(schedule: Schedule) -> None:
 
     With vocab-1 and vocab-2, a rank must list all vocabulary passes or none, and at least one rank must list them. A BW
     counts as a B and its W. If a rank lists O or R of a chunk, it must list both for every microbatch. Passes of
-    further kinds are optional. A rank may list each of them once.
+    further kinds are optional. A rank may list each of them once. The passes of a pair must be adjacent.
     """
     if len(schedule.ranks) != schedule.pipeline_size:
         raise ScheduleError(
@@ -73,6 +73,22 @@ def check_passes(schedule: Schedule) -> None:
         words = [f"{verb} {_listed(steps)}" for verb, steps in defects.items() if steps]
         if words:
             raise ScheduleError(f"rank {rank} {' and '.join(words)} ({schedule.name}, {schedule.vocab})")
+    _check_pairs(schedule)
+
+
+def _check_pairs(schedule: Schedule) -> None:
+    """Raise ScheduleError unless every pair is a forward and the whole backward right after it on its rank."""
+    whole = PassKind.BW if schedule.split_backward else PassKind.B
+    if schedule.pairs and len(schedule.pairs) != schedule.pipeline_size:
+        raise ScheduleError(f"pairs are listed for {len(schedule.pairs)} of {schedule.pipeline_size} ranks")
+    for rank, (order, pairs) in enumerate(zip(schedule.ranks, schedule.pairs, strict=False)):
+        neighbours = {*pairwise(order)}
+        for forward, backward in pairs:
+            if (forward.kind, backward.kind) != (PassKind.F, whole) or (forward, backward) not in neighbours:
+                raise ScheduleError(
+                    f"rank {rank} cannot run {forward} and {backward} as one: a pair is an F and the {whole} right "
+                    f"after it ({schedule.name})"
+                )
 
 
 def returning_at_once(schedule: Schedule) -> list[tuple[int, Pass]]:
@@ -107,6 +123,15 @@ def build_graph(schedule: Schedule, with_loss: bool = False, mtp_stage: int | No
         rules.apply()
         patterns[variant] = Pattern(rules.nodes, rules.before)
     return Graph([patterns[variant] for variant in variants])
+
+
+def join_pairs(graph: Graph, schedule: Schedule) -> dict[int, int]:
+    """Join the passes that run as one (`Schedule.pairs`). Maps the number of each pair's forward to its backward's."""
+    halves = ([[pair[half] for pair in each] for each in schedule.pairs] for half in (0, 1))
+    joined = dict(zip(*(chain(*graph.numbers(half)) for half in halves), strict=True))
+    for forward, backward in joined.items():
+        graph.join(forward, backward)
+    return joined
 
 
 Variant = frozenset[tuple[int, Pass]]

@@ -19,9 +19,9 @@ from megatron_vp.files import MIB, read_text
 from megatron_vp.schedule.family import Family
 from megatron_vp.schedule.flex import fitted
 from megatron_vp.schedule.formats import from_text
-from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v
+from megatron_vp.schedule.generators.dual_pipe_v import dual_pipe_v, overlapped_dual_pipe_v
 from megatron_vp.schedule.generators.grouped import gis, gis_h, po
-from megatron_vp.schedule.generators.one_f_one_b import interleaved, one_f_one_b, zb_h1
+from megatron_vp.schedule.generators.one_f_one_b import interleaved, one_f_one_b, overlapped_interleaved, zb_h1
 from megatron_vp.schedule.generators.v_shapes import v_half, v_min, zb_v
 from megatron_vp.schedule.interlaced import interlaced
 from megatron_vp.schedule.lowering import check_reading, lower
@@ -33,12 +33,14 @@ DEFAULT_SCHEDULE = "1f1b"
 
 
 def _read_families() -> dict[str, Family]:
-    makers = (one_f_one_b, interleaved, zb_h1, zb_v, v_half, v_min, interlaced, dual_pipe_v, gis, gis_h, po)
+    blocks = (one_f_one_b, interleaved, zb_h1, zb_v, v_half, v_min, dual_pipe_v, gis, gis_h, po)
+    makers = (*blocks, interlaced, overlapped_interleaved, overlapped_dual_pipe_v)
     by_name = {each.__name__: each for each in makers}
     found: dict[str, Family] = {}
     meanings: dict[str, Callable[[Any], Any]] = {
         "placement": lambda name: getattr(Placement, name),
         "block": by_name.__getitem__,
+        "overlapped": by_name.__getitem__,
         "order": by_name.__getitem__,
         "chunks": lambda number: None if number == "any" else number,
         "methods": lambda names: tuple(map(VocabMethod, names)),

@@ -39,6 +39,8 @@ class Family:
     """the building block, into which vocabulary passes are inserted; a search then changes the order of its passes to
     reduce the makespan for the real costs, within `promised_peak`
     """
+    overlapped: Block | None = None
+    """the building block whose pairs run as one, with --overlap-moe-expert-parallel-comm; None if there is none"""
     order: Order | None = None
     """the complete schedule, for a family with a fixed order"""
     chunks: int | None = 1
@@ -108,12 +110,25 @@ class Family:
         """The vocabulary method to use if the user requests `vocab`."""
         return self.own_method or vocab
 
-    def promised_peak(self, pipeline_size: int, rank: int, chunks: int, microbatches: int, method: VocabMethod) -> int:
+    @property
+    def has_pairs(self) -> bool:
+        """Whether its forwards and backwards can run as one."""
+        return self.overlapped is not None or bool(self.fixed and self.fixed.pairs)
+
+    def promised_peak(
+        self,
+        pipeline_size: int,
+        rank: int,
+        chunks: int,
+        microbatches: int,
+        method: VocabMethod,
+        overlapped: bool = False,
+    ) -> int:
         """The largest number of chunk activations that `rank` may hold, at most `microbatches * chunks`.
 
         One chunk activation stands for all activations that a chunk keeps for one microbatch. The number is the
         family's `limit` if it has one, or the peak of the schedule from a file. Otherwise, it is the family's peak,
-        plus `chunks` activations for each barrier of vocab-1 or vocab-2.
+        plus `chunks` activations for each barrier of vocab-1 or vocab-2, plus those of `BuildingBlock.apart`.
         """
         if self.limit is not None:
             most = self.limit
@@ -124,4 +139,6 @@ class Family:
             most = round(chunks * eval(self.peak, {"ceil": ceil, "floor": floor, "gcd": gcd}, sizes))
             if method.is_sharded:
                 most += method.barriers * chunks
+            if overlapped and self.overlapped:
+                most += self.overlapped(pipeline_size, chunks, PassCosts()).apart
         return min(most, microbatches * chunks)

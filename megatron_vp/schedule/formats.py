@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_vp.errors import UserError
-from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run, RunPair, Wait, passes_of
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.placement import Placement
 from megatron_vp.schedule.timeline import Timeline
@@ -48,8 +48,8 @@ def to_json(schedule: Schedule, timeline: Timeline | None = None) -> str:
 
 
 def _head(schedule: Schedule) -> dict[str, Any]:
-    """What the JSON of schedules and programs begins with. Only fitted or offloading schedules have the last two."""
-    optional = {"shape": schedule.shape, "offloaded": schedule.offloaded}
+    """What the JSON of schedules and programs begins with. Empty values of the last three are left out."""
+    optional = {"shape": schedule.shape, "offloaded": schedule.offloaded, "pairs": _pairs_as_text(schedule)}
     return {
         "schedule": schedule.name,
         "vocab": schedule.vocab.value,
@@ -58,6 +58,10 @@ def _head(schedule: Schedule) -> dict[str, Any]:
         "microbatches": schedule.microbatches,
         "placement": schedule.placement.stage_of,
     } | {key: value for key, value in optional.items() if value}
+
+
+def _pairs_as_text(schedule: Schedule) -> list[list[list[str]]]:
+    return [[[str(step) for step in pair] for pair in pairs] for pairs in schedule.pairs]
 
 
 def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
@@ -70,31 +74,35 @@ def programs_to_json(schedule: Schedule, programs: Sequence[Program]) -> str:
     - `{"do": "post", "operation": "activation:3[0>1]", "members": [0, 1], "lane": "0>1 activation"}`;
     - `{"do": "wait", ...}` with the same keys as a post.
 
+    A forward and a backward that run as one are two adjacent runs with the key `"joined": true`. A rank that runs them
+    one after the other waits for the same operations and posts the same.
+
     An operation has the same name on all its members. All members post the operations of a lane in the same order, and
     the operations complete in this order. An interlaced schedule is lowered with S, T, IF and IB in place of V.
     """
-    instructions = [[_instruction(each, one.vocab_members) for each in one.instructions] for one in programs]
+    instructions = [
+        [entry for each in one.instructions for entry in _entries(each, one.vocab_members)] for one in programs
+    ]
     return json.dumps(_head(schedule) | {"programs": instructions})
 
 
-def _instruction(instruction: Instruction, vocab_members: Sequence[int]) -> dict[str, object]:
-    if isinstance(instruction, Run):
-        action = instruction.action
-        return {"do": "run", "pass": action.kind.value, "chunk": action.chunk, "microbatch": action.microbatch}
-    if isinstance(instruction, Load | Loss):
-        return {
-            "do": "run",
-            "pass": type(instruction).__name__.upper(),
-            "chunk": 0,
-            "microbatch": instruction.microbatch,
-        }
-    operation = instruction.operation
-    return {
-        "do": "post" if isinstance(instruction, Post) else "wait",
-        "operation": str(operation),
-        "members": list(operation.members(vocab_members)),
-        "lane": operation.lane,
-    }
+def _entries(instruction: Instruction, vocab_members: Sequence[int]) -> Iterator[dict[str, object]]:
+    """The entry of an instruction, or the two entries of a pair."""
+    match instruction:
+        case Run() | RunPair():
+            joined = {"joined": True} if isinstance(instruction, RunPair) else {}
+            for kind, microbatch, chunk in passes_of(instruction):
+                yield {"do": "run", "pass": kind.value, "chunk": chunk, "microbatch": microbatch} | joined
+        case Load() | Loss():
+            kind = type(instruction).__name__.upper()
+            yield {"do": "run", "pass": kind, "chunk": 0, "microbatch": instruction.microbatch}
+        case Post(operation) | Wait(operation):
+            yield {
+                "do": "post" if isinstance(instruction, Post) else "wait",
+                "operation": str(operation),
+                "members": list(operation.members(vocab_members)),
+                "lane": operation.lane,
+            }
 
 
 def from_text(text: str) -> Schedule:
@@ -117,7 +125,12 @@ def from_json(text: str) -> Schedule:
             tuple(_pass(entry, f"pass {number} of rank {rank}") for number, entry in enumerate(order))
             for rank, order in enumerate(document["ranks"])
         )
-        schedule = _checked(Schedule(name, VocabMethod(document["vocab"]), placement, microbatches, orders, shape))
+        pairs = tuple(
+            tuple((Pass.parse(forward), Pass.parse(backward)) for forward, backward in each)
+            for each in document.get("pairs", ())
+        )
+        method = VocabMethod(document["vocab"])
+        schedule = _checked(Schedule(name, method, placement, microbatches, orders, shape, pairs))
         own = {"offloaded": ()} | _head(schedule)
         for key in ("pipeline_size", "chunks", "offloaded"):
             expected = json.loads(json.dumps(own[key]))
@@ -130,10 +143,13 @@ def from_json(text: str) -> Schedule:
         raise UserError(f"the schedule file is not in megatron_vp's JSON format: {missing}{error}") from None
     if PassKind.BW not in schedule.kinds or schedule.split_backward:
         return schedule
+
     # Whole backwards are called B in a schedule without W.
-    whole = {PassKind.BW: PassKind.B}
-    orders = tuple(tuple(step._replace(kind=whole.get(step.kind, step.kind)) for step in order) for order in orders)
-    return replace(schedule, ranks=orders)
+    def named(steps: Iterable[Pass]) -> tuple[Pass, ...]:
+        return tuple(step._replace(kind=PassKind.B) if step.kind is PassKind.BW else step for step in steps)
+
+    both = tuple(tuple((forward, named([backward])[0]) for forward, backward in each) for each in pairs)
+    return replace(schedule, ranks=tuple(map(named, orders)), pairs=both)
 
 
 def _pass(entry: dict[str, Any], which: str) -> Pass:

@@ -133,6 +133,17 @@ class Graph:
         self.successors[before].append(after)
         self.predecessors[after].append(before)
 
+    def join(self, forward: int, backward: int) -> None:
+        """Let two passes of a rank run as one: the first waits for the inputs of both, and what waits for one waits
+        for both.
+        """
+        for before in self.predecessors[backward]:
+            if before not in self.predecessors[forward]:
+                self.link(before, forward)
+        for after in self.successors[forward]:
+            if after not in self.successors[backward]:
+                self.link(backward, after)
+
 
 def _kind(node: Node) -> PassKind | None:
     return node.action.kind if isinstance(node, Step) and isinstance(node.action, Pass) else None

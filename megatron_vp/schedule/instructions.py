@@ -22,6 +22,17 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class RunPair:
+    """Compute a forward and the backward of another microbatch as one."""
+
+    forward: Pass
+    backward: Pass
+
+    def __str__(self) -> str:
+        return f"{self.forward}|{self.backward}"
+
+
+@dataclass(frozen=True, slots=True)
 class _OfMicrobatch:
     microbatch: int
 
@@ -53,7 +64,17 @@ class Wait(_OfOperation):
     """Wait until the operation's result is on this rank."""
 
 
-Instruction = Load | Run | Loss | Post | Wait
+Instruction = Load | Run | RunPair | Loss | Post | Wait
+
+
+def passes_of(instruction: Instruction) -> tuple[Pass, ...]:
+    """The passes that an instruction computes, as they use memory: in a pair, the forward comes first."""
+    match instruction:
+        case Run(action):
+            return (action,)
+        case RunPair(forward, backward):
+            return (forward, backward)
+    return ()
 
 
 @dataclass(frozen=True)
@@ -68,5 +89,5 @@ class Program:
     @cached_property
     def peaks(self) -> dict[Held, int]:
         """For each kind of memory, the largest number of pieces (see `ledger.py`) that the passes hold at once."""
-        order = [each.action for each in self.instructions if isinstance(each, Run)]
+        order = [step for each in self.instructions for step in passes_of(each)]
         return {held: peak(order, held) for held in Held}

@@ -22,9 +22,9 @@ from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from megatron_vp.schedule.costs import Costs, PassCosts
-from megatron_vp.schedule.dependencies import build_graph, check_passes
+from megatron_vp.schedule.dependencies import build_graph, check_passes, join_pairs
 from megatron_vp.schedule.graph import Graph, Node, Step, gc_paused
-from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run, Wait
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Program, Run, RunPair, Wait
 from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.passes import Pass, PassKind, Schedule, ScheduleError
@@ -46,8 +46,9 @@ def lower(schedule: Schedule, costs: Costs | None = None, mtp_stage: int | None 
     check_passes(schedule)
     schedule = expand_interlaced(schedule)
     graph = build_graph(schedule, with_loss=True, mtp_stage=mtp_stage)
+    joined = join_pairs(graph, schedule)
     writer = _Writer(schedule, mtp_stage)
-    for _, work, needed in sorted(_events(schedule, graph, costs or PassCosts()), key=itemgetter(0)):
+    for _, work, needed in sorted(_events(schedule, graph, joined, costs or PassCosts()), key=itemgetter(0)):
         if isinstance(work, Step):
             writer.run(work, needed)
         else:
@@ -84,10 +85,13 @@ def _with_losses(schedule: Schedule, graph: Graph, costs: Costs) -> list[list[in
     input arrives cannot depend on the input. So all passes that need the loss come after it.
     """
     bare, placement = build_graph(schedule), schedule.placement
+    first_of = {backward: forward for forward, backward in join_pairs(bare, schedule).items()}
     bare_orders, orders = bare.numbers(schedule.ranks), graph.numbers(schedule.ranks)
     times = node_times(bare, bare_orders, durations(bare, schedule, costs))
     place_of = {number: place for place, number in enumerate(times.order)}
-    last = [((times.start[one], place_of[one]), other) for one, other in zip(bare_orders[-1], orders[-1], strict=True)]
+    # A pair's backward sorts with its forward, so that no loss comes between them.
+    heads = [first_of.get(number, number) for number in bare_orders[-1]]
+    last = [((times.start[one], place_of[one]), other) for one, other in zip(heads, orders[-1], strict=True)]
     for microbatch in range(schedule.microbatches):
         needed: Node = Collective(CollectiveKind.C1, microbatch, placement.last_rank)
         if not schedule.vocab.is_sharded:
@@ -97,17 +101,21 @@ def _with_losses(schedule: Schedule, graph: Graph, costs: Costs) -> list[list[in
     return [*orders[:-1], [number for _, number in sorted(last, key=itemgetter(0))]]
 
 
-def _events(schedule: Schedule, graph: Graph, costs: Costs) -> Iterator[Event]:
+def _events(schedule: Schedule, graph: Graph, joined: dict[int, int], costs: Costs) -> Iterator[Event]:
     """All steps and operations. The tokens of a microbatch are sent one microbatch early, just before any rank starts
-    to embed the previous one.
+    to embed the previous one. `joined` maps the forward of each pair to its backward. A pair is over when its backward
+    is; then come the messages of the forward, and those of the backward.
     """
     times = node_times(graph, _with_losses(schedule, graph, costs), durations(graph, schedule, costs))
-    nodes = graph.nodes
+    nodes, successors = graph.nodes, graph.successors
+    place_of = {number: place for place, number in enumerate(times.order)}
+    first_of = {backward: forward for forward, backward in joined.items()}
     embeds = [math.inf] * schedule.microbatches
     for place, number in enumerate(times.order):
         node = nodes[number]
         if isinstance(node, Step):
-            over = times.end[number], place
+            last = joined.get(number, number)
+            over = times.end[last], place_of[last]
             before = (nodes[each] for each in graph.predecessors[number])
             needed = [each for each in before if not isinstance(each, Step)]
             if isinstance(node.action, Pass) and node.action.kind is PassKind.IF:
@@ -115,8 +123,10 @@ def _events(schedule: Schedule, graph: Graph, costs: Costs) -> Iterator[Event]:
                 needed.append(_tokens(microbatch))
                 embeds[microbatch] = min(embeds[microbatch], times.start[number])
             yield over, node, needed
-            after = (nodes[each] for each in graph.successors[number])
-            yield from ((over, each, []) for each in after if isinstance(each, Message | Copy))
+            if number not in joined:
+                after = dict.fromkeys((*successors[first_of.get(number, number)], *successors[number]))
+                made = (nodes[each] for each in after)
+                yield from ((over, each, []) for each in made if isinstance(each, Message | Copy))
         elif isinstance(node, Collective):
             yield (times.start[number], place), node, []
     for microbatch in range(schedule.microbatches if schedule.vocab.is_sharded else 0):
@@ -133,11 +143,19 @@ class _Writer:
         # These ranks receive embedding rows without running IF.
         self.only_words = schedule.placement.word_ranks(mtp_stage) - set(schedule.vocab_ranks)
         self.instructions: list[list[Instruction]] = [[] for _ in ranks]
+        self.forward_of = {
+            (rank, backward): forward for rank, pairs in enumerate(schedule.pairs) for forward, backward in pairs
+        }
         self.waited: list[set[Operation]] = [set() for _ in ranks]
 
     def run(self, step: Step, needed: Sequence[Operation]) -> None:
-        """Write a pass or a loss, after waits for its inputs."""
+        """Write a pass or a loss, after waits for its inputs. The second pass of a pair joins the first, which has
+        waited for the inputs of both.
+        """
         rank, action = step
+        if isinstance(action, Pass) and step in self.forward_of:
+            self.instructions[rank][-1] = RunPair(self.forward_of[rank, action], action)
+            return
         self.read(rank, action)
         written, waited = self.instructions[rank], self.waited[rank]
         written += [Wait(operation) for operation in needed if operation not in waited]

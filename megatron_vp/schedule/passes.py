@@ -87,6 +87,10 @@ class Schedule:
     ranks: tuple[tuple[Pass, ...], ...]
     shape: str = ""
     """the building block, such as `slack=12,gap=2` or `v-half`, if the family was fitted to a memory limit"""
+    pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
+    """for each rank, the forwards and backwards that run as one, so that the expert communication of one hides behind
+    the computation of the other; the backward comes right after its forward in `ranks`; empty if all passes run alone
+    """
 
     @property
     def pipeline_size(self) -> int:
@@ -145,9 +149,12 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The same order with only the passes that evaluation runs, such as IF, F and S."""
         kept = tuple(tuple(step for step in order if step.kind.forward) for order in self.ranks)
-        return replace(self, ranks=kept)
+        return replace(self, ranks=kept, pairs=())
 
     def first_microbatches(self, microbatches: int) -> Schedule:
         """The same order with only the first `microbatches` microbatches."""
         kept = tuple(tuple(step for step in order if step.microbatch < microbatches) for order in self.ranks)
-        return replace(self, microbatches=microbatches, ranks=kept)
+        pairs = tuple(
+            tuple(pair for pair in each if all(step.microbatch < microbatches for step in pair)) for each in self.pairs
+        )
+        return replace(self, microbatches=microbatches, ranks=kept, pairs=pairs)

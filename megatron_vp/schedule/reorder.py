@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from megatron_vp.schedule.costs import Costs, PassCosts
-from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph
+from megatron_vp.schedule.dependencies import VOCABULARY_KINDS, build_graph, join_pairs
 from megatron_vp.schedule.graph import Graph, Link, Node, Step
 from megatron_vp.schedule.interlaced import EMBEDDED_AHEAD, expand_interlaced
 from megatron_vp.schedule.list_scheduler import ListScheduler, MemoryLimits, memory_of
@@ -75,6 +75,7 @@ def linked_graph(schedule: Schedule, links: Sequence[Link] = ()) -> Graph:
             graph.link(before, after)
     for earlier, later in (*_limits(schedule), *links):
         graph.link(graph.number_of_pass(*earlier), graph.number_of_pass(*later))
+    join_pairs(graph, schedule)
     return graph
 
 
@@ -181,7 +182,7 @@ def forwards(schedule: Schedule, microbatches: int) -> Schedule:
         # The kinds are listed in the order in which a microbatch's forward passes run.
         steps = [(kind, chunk) for kind in PassKind if kind.forward for chunk in chunks.get(kind, ())]
         ranks.append(tuple(Pass(kind, place, chunk) for place in range(microbatches) for kind, chunk in steps))
-    return replace(schedule, microbatches=microbatches, ranks=tuple(ranks))
+    return replace(schedule, microbatches=microbatches, ranks=tuple(ranks), pairs=())
 
 
 def _limits(schedule: Schedule) -> Iterator[Link]:

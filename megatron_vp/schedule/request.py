@@ -53,6 +53,9 @@ class ScheduleRequest:
     """Whether to compare more orders, which takes longer and may find a shorter schedule."""
     offload_chunks: int = 0
     """Number of chunks per rank whose activations are in host memory between forward and backward."""
+    overlapped: bool = False
+    """Whether the pairs of a forward and a backward run as one, so that expert communication hides behind computation.
+    """
 
     @classmethod
     def of(
@@ -102,7 +105,8 @@ class ScheduleRequest:
             return evaluation(forward, self.costs)
         if fixed is None:
             return replace(self._complete(), shape=self.family.shape)
-        return fixed.first_microbatches(self.microbatches)
+        schedule = fixed.first_microbatches(self.microbatches)
+        return schedule if self.overlapped else replace(schedule, pairs=())
 
     def _complete(self) -> Schedule:
         nominal = self.placed()
@@ -140,7 +144,7 @@ class ScheduleRequest:
     @property
     def promised_peaks(self) -> tuple[int, ...]:
         """The largest number of chunk activations that each rank may hold; see `Family.promised_peak`."""
-        sizes = self.chunks, self.microbatches, self.method
+        sizes = self.chunks, self.microbatches, self.method, self.overlapped
         return tuple(self.family.promised_peak(self.pipeline_size, rank, *sizes) for rank in range(self.pipeline_size))
 
     def placed(self) -> Nominal:
@@ -155,12 +159,13 @@ class ScheduleRequest:
             spans = simulate(schedule, self.costs).spans
             busiest = max(sum(end - start for start, end in each) for each in spans)
             return Nominal(schedule, ((),) * self.pipeline_size, spans, busiest / self.microbatches)
-        assert self.family.block is not None
+        make = self.family.overlapped if self.overlapped else self.family.block
+        assert make is not None
         # Nominal times only determine the order of passes, so mean costs over ranks and stages are precise enough. The
         # block's forwards include the vocabulary work, so that the nominal times leave time for this work.
         mean = self.costs.nominal(self.pipeline_size)
         work = mean.S + mean.T + mean.IF + mean.IB if self.method.is_sharded else 0.0
-        block = self.family.block(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())
+        block = make(self.pipeline_size, self.chunks, replace(mean, F=mean.F + work).without_zeros())
         return nominal_schedule(self.family.name, block, self.microbatches, self.method, self.vocab_ranks)
 
     def _defects(self) -> Iterator[tuple[bool, str]]:
@@ -178,10 +183,19 @@ class ScheduleRequest:
                 f"the schedule in {name} has {fixed.pipeline_size} ranks and {fixed.microbatches} microbatches, but "
                 f"{ranks} and {microbatches} are requested; use a file that matches the request",
             )
-        least = 1 if method is VocabMethod.NONE else 2
+        least = 1 if method is VocabMethod.NONE and not self.overlapped else 2
         yield (
             ranks < least,
             f"pipeline size {ranks} is too small for {name} with vocab method {method}; give at least {least}",
+        )
+        yield (
+            self.overlapped and not family.has_pairs,
+            f"schedule {name} has no pairs of a forward and a backward that can run as one; use interleaved or "
+            "dualpipe-v",
+        )
+        yield (
+            self.overlapped and bool(self.offload_chunks),
+            "activations of passes that run as one cannot be offloaded; leave out --offload-chunks or the pairs",
         )
         yield microbatches < 1, f"{microbatches} microbatches are too few for a schedule; give at least 1"
         chunks = self.chunks if family.chunks is None else 1

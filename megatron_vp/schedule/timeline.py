@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from megatron_vp.schedule.costs import Costs, PassCosts
-from megatron_vp.schedule.dependencies import build_graph, check_passes, join_vocabulary_passes
+from megatron_vp.schedule.dependencies import build_graph, check_passes, join_pairs, join_vocabulary_passes
 from megatron_vp.schedule.graph import Step, gc_paused
 from megatron_vp.schedule.ledger import levels, peaks
 from megatron_vp.schedule.node_times import NodeTimes, durations, node_times
@@ -92,6 +92,7 @@ class Simulator:
         self._orders = self._graph.numbers(schedule.ranks)
         if schedule.vocab is VocabMethod.INTERLACED:
             join_vocabulary_passes(self._graph, self._orders)
+        join_pairs(self._graph, schedule)
         if one_queue:
             self._graph.link_one_queue(self._orders)
         self._order = node_times(self._graph, self._orders, durations(self._graph, schedule, costs)).order

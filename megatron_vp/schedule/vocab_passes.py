@@ -37,8 +37,10 @@ class Nominal:
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Sort every rank's passes by their nominal times. Each barrier of `vocab` delays all backwards by `block.step`."""
-    delay = vocab.barriers * block.step
+    """Sort every rank's passes by their nominal times. Each barrier of `vocab` delays all backwards by `block.step`,
+    and so does each step of `block.apart`.
+    """
+    delay = (vocab.barriers + block.apart) * block.step
     width = 0.01 * block.forward_time
     chunked = [(PassKind.F, block.forward, 0.0), (PassKind.B, block.backward, delay)]
     if block.weight is not None:
@@ -61,7 +63,9 @@ def nominal_schedule(
     took |= {PassKind.F: block.forward_time} | dict.fromkeys((PassKind.B, PassKind.W, PassKind.BW), block.backward_time)
     orders = tuple(tuple(step for _, step in timed) for timed in ranks)
     spans = tuple(tuple((start, start + took[step.kind]) for start, step in timed) for timed in ranks)
-    return Nominal(Schedule(name, vocab, block.placement, microbatches, orders), pairs, spans, block.interval)
+    joint = pairs if block.joint else ()
+    schedule = Schedule(name, vocab, block.placement, microbatches, orders, pairs=joint)
+    return Nominal(schedule, pairs, spans, block.interval)
 
 
 def _with_whole_backwards(order: list[TimedPass], pairs: Sequence[tuple[Pass, Pass]]) -> list[TimedPass]:

@@ -8,6 +8,8 @@ Source: DeepSeek-AI's DualPipe and its V-shaped form, https://github.com/deepsee
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
 from megatron_vp.schedule.pass_kinds import PassKind
@@ -59,3 +61,8 @@ def dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         weight=tuple(start + 0.5 * (slot - behind_forward) for start in backward),
         overlaps=overlaps,
     )
+
+
+def overlapped_dual_pipe_v(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """DualPipeV in which the two passes of a pair run as one."""
+    return replace(dual_pipe_v(pipeline_size, chunks, costs), joint=True)

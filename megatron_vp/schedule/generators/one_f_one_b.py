@@ -4,8 +4,12 @@ with several chunks per rank.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_vp.schedule.blocks import BuildingBlock
 from megatron_vp.schedule.costs import PassCosts
+from megatron_vp.schedule.pass_kinds import PassKind
+from megatron_vp.schedule.passes import Pass
 from megatron_vp.schedule.placement import Placement
 
 
@@ -89,3 +93,25 @@ def interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBl
         weight=None,
         group=p,
     )
+
+
+def overlapped_interleaved(pipeline_size: int, chunks: int, costs: PassCosts) -> BuildingBlock:
+    """Interleaved 1F1B in which the forward and the backward of a step run as one, as in Megatron's combined 1F1B.
+
+    Without a further step between them, the last stage's backward would need the forward of its own pair. The price is
+    one more chunk activation.
+    """
+    block = replace(interleaved(pipeline_size, chunks, costs), apart=1, joint=True)
+    step = block.interval / chunks
+
+    def overlaps(rank: int, microbatches: int, barriers: int) -> list[tuple[Pass, Pass]]:
+        late = (barriers + block.apart) * block.step - block.forward_time
+        forward, backward = {}, {}
+        for microbatch in range(microbatches):
+            for chunk, stage in enumerate(block.placement.stage_of[rank]):
+                start = block.arrival(microbatch)
+                forward[round((start + block.forward[stage]) / step)] = Pass(PassKind.F, microbatch, chunk)
+                backward[round((start + block.backward[stage] + late) / step)] = Pass(PassKind.B, microbatch, chunk)
+        return [(forward[each], backward[each]) for each in sorted({*forward} & {*backward})]
+
+    return replace(block, overlaps=overlaps)
