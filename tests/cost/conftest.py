@@ -1,8 +1,14 @@
 """Fixtures that tests of the planning commands share."""
 
+import functools
+
 import pytest
 
+from megatron_vp.cost.planning.search import Search
 from tests.cost.small_job import SMALL
+
+MADE: dict[str, Search] = {}
+"""Searches of this test session by what they were asked."""
 
 
 @pytest.fixture
@@ -11,3 +17,19 @@ def small(tmp_path):
     path = tmp_path / "small.yaml"
     path.write_text(SMALL)
     return path
+
+
+@pytest.fixture
+def search_once(monkeypatch):
+    """Give every command the result of the first search for the same runs."""
+    run = Search.run
+
+    @functools.wraps(run)
+    def made(self: Search) -> Search:
+        asked = repr((self.tried, self.hardware, self.limit, self.budget, self.chunks, self.offload, self.given))
+        asked += repr(self.arguments)
+        if asked not in MADE:
+            MADE[asked] = run(self)
+        return MADE[asked]
+
+    monkeypatch.setattr(Search, "run", made)

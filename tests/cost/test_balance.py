@@ -36,7 +36,7 @@ MODEL = ModelShape(layers=7, hidden=2048, heads=16, ffn=8192, vocab=131072)
 JOB = Job(MODEL, sequence=2048, micro_batch=1, microbatches=16, pipeline=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     work=st.lists(st.floats(0, 4), min_size=2, max_size=3),
     steps=st.lists(st.floats(0, 1), min_size=1, max_size=6),
@@ -61,7 +61,7 @@ def test_no_other_way_to_pour_has_a_lower_peak(work, steps, data):
     assert peak(found) == pytest.approx(min(map(peak, ways)), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     ranks=st.integers(2, 6),
     layers=st.integers(6, 24),

@@ -23,6 +23,8 @@ from megatron_vp.jobs.virtual_stages import ENDS
 from megatron_vp.schedule import VocabMethod
 from tests.cost.small_job import CONFIGS, run
 
+pytestmark = pytest.mark.usefixtures("search_once")
+
 
 def test_the_configuration_gives_the_job_and_flags_win(small):
     config = read_sizes([small], [])
@@ -265,7 +267,7 @@ def test_the_job_as_given_is_a_rival(small):
 
 
 def test_nothing_is_recommended_that_our_options_refuse():
-    job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 4, "--global-batch-size", 8]
+    job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 2, "--global-batch-size", 8]
     document = json.loads(run("plan", *job, "--fp32-residual-connection", "--format", "json").stdout)
     chosen = document["plans"][document["best"]]
     assert chosen["method"] in ("plain", "redistributed") and chosen["schedule"] in ("1f1b", "interleaved")
@@ -275,7 +277,7 @@ def test_nothing_is_recommended_that_our_options_refuse():
 
 def test_a_variable_that_the_start_needs_is_said_and_refuses_nothing(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 4, "--global-batch-size", 8]
+    job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 2, "--global-batch-size", 8]
     table = run("plan", *job, "--tensor-model-parallel-size", 2).stdout
     assert "training would refuse" not in table and "not possible: 1f1b" not in table
     used = table.index("\nuse: ")
@@ -290,6 +292,7 @@ def test_progress_goes_into_a_pipe_too(small, monkeypatch):
     monkeypatch.setattr("megatron_vp.cli.result_output.LINE_EVERY", 1e9)
     silent = run("plan", small)
     monkeypatch.setattr("megatron_vp.cli.result_output.LINE_EVERY", 0.0)
+    monkeypatch.setattr(Search, "run", Search.run.__wrapped__)
     said = run("plan", small)
     assert said.stdout == silent.stdout and "predicting" not in silent.stderr
     shares = [int(line.split()[1]) for line in said.stderr.splitlines() if line.startswith("predicting: ")]

@@ -199,7 +199,7 @@ def test_memory_between_two_schedules_gets_one_of_its_own():
 
 
 def test_a_search_fits_flexible_schedules_only_where_they_may_gain():
-    job = replace(JOB, pipeline=6, model=replace(MODEL, vocab=32768))
+    job = replace(JOB, pipeline=6, microbatches=12, model=replace(MODEL, vocab=32768))
     whole = Search([Variant(job, {})], H100, H100.memory).run()
     assert not any(each.plan.shape for each in whole.found)
     most, least = (

@@ -26,12 +26,12 @@ from megatron_vp.errors import UserError
 
 H100 = find_hardware("h100")
 MODEL = {
-    "num_layers": 12,
+    "num_layers": 8,
     "hidden_size": 2048,
     "num_attention_heads": 16,
     "seq_length": 2048,
     "vocab_size": 131072,
-    "global_batch_size": 16,
+    "global_batch_size": 8,
     "micro_batch_size": 1,
     "bf16": True,
     "untie_embeddings_and_output_weights": True,
@@ -45,7 +45,7 @@ def found(arguments: dict, gpus: int, keep=(), limit: float = H100.memory, **set
 
 
 def test_variants_use_all_gpus_and_keep_the_batch():
-    tried = [each.job for each in variants(MODEL, 16, H100)]
+    tried = [each.job for each in variants(MODEL | {"num_layers": 12, "global_batch_size": 16}, 16, H100)]
     assert {job.gpus for job in tried} == {16}
     assert {job.microbatches * job.micro_batch * job.data for job in tried} == {16}
     assert {job.tensor for job in tried} == {1, 2, 4, 8}, "tensor ranks share a node"
@@ -155,19 +155,7 @@ def _flag(name: str, value: object) -> list[str]:
     return [option] if value is True else [option, str(value)]
 
 
-def search_once(monkeypatch):
-    """Give every command the result of the first search."""
-    make, made = search.Search.run, []
-
-    def run(self):
-        made.extend([] if made else [make(self)])
-        return made[0]
-
-    monkeypatch.setattr(search.Search, "run", run)
-
-
-def test_the_command_answers_in_all_formats(tmp_path, monkeypatch):
-    search_once(monkeypatch)
+def test_the_command_answers_in_all_formats(tmp_path, search_once):
     keep = [word for name in sorted(SOME) for word in ("--keep", name)]
     out = tmp_path / "found.json"
     done = command(tmp_path, "--search", *keep, "-o", str(out))
@@ -192,9 +180,8 @@ def test_the_command_answers_in_all_formats(tmp_path, monkeypatch):
     )
 
 
-def test_a_partial_answer_says_so_in_all_formats(tmp_path, monkeypatch):
+def test_a_partial_answer_says_so_in_all_formats(tmp_path, search_once):
     words = ["--search", "--search-budget", "2", *(word for name in sorted(SOME) for word in ("--keep", name))]
-    search_once(monkeypatch)
     table = command(tmp_path, *words).stdout
     (heading,) = [line for line in table.splitlines() if line.startswith("The frontier is partial: ")]
     assert "because --search-budget 2 was used up" in heading

@@ -183,14 +183,13 @@ def test_a_job_of_somebodys_own_script_is_judged(answered, tmp_path):
     assert refused[0] == 2 and "--vocab-parallel with --log-straggler is not supported" in refused[2]
 
 
-@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
-    ("nodes", "given", "who"),
+    ("config", "nodes", "given", "who"),
     [
-        ("te=2.17.1,apex=no", [], ["te", "te", "te", "te", "te"]),
-        ("te=no,apex=yes", [], ["local", "apex", "apex", "apex", "apex"]),
-        ("te=no,apex=no", [], ["local", "torch", "torch", "megatron_vp", "torch"]),
-        ("te=2.17.1,apex=yes", LOCAL, ["local", "apex", "apex", "apex", "te"]),
+        (CONFIGS[0], "te=2.17.1,apex=no", [], ["te", "te", "te", "te", "te"]),
+        (CONFIGS[1], "te=no,apex=yes", [], ["local", "apex", "apex", "apex", "apex"]),
+        (CONFIGS[0], "te=no,apex=no", [], ["local", "torch", "torch", "megatron_vp", "torch"]),
+        (CONFIGS[1], "te=2.17.1,apex=yes", LOCAL, ["local", "apex", "apex", "apex", "te"]),
     ],
 )
 def test_a_login_node_answers_for_other_nodes(answered, config, nodes, given, who):

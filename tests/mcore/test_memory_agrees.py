@@ -73,7 +73,7 @@ def slow(*values):
         slow(CONFIG, [*SMALL, *SEQUENCE_PARALLEL, "--vocab-parallel"], 3),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
         ("configs/gemma2_9b.yaml", [*SMALL, *GEMMA], 3),
-        (CONFIG, MANY_ROWS, 3),
+        slow(CONFIG, MANY_ROWS, 3),
         slow(CONFIG, [*SMALL, *SDPA, "--context-parallel-size", "2"], 0),
         slow(CONFIG, [*SMALL, *RECOMPUTE], 3),
         slow(CONFIG, [*SMALL, *SDPA, "--qk-layernorm"], 1),

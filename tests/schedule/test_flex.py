@@ -74,7 +74,7 @@ def jobs(ranks, microbatches):
     )
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(jobs((2, 5), (1, 9)))
 def test_random_jobs_get_no_more_memory_and_no_longer_schedules(job):
     assert_keeps_its_promises(job)
