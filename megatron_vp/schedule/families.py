@@ -44,7 +44,7 @@ def _read_families() -> dict[str, Family]:
         "order": by_name.__getitem__,
         "chunks": lambda number: None if number == "any" else number,
         "methods": lambda names: tuple(map(VocabMethod, names)),
-        "bases": lambda names: tuple(map(found.__getitem__, names)),
+        "bases": lambda name: tuple(each for each in found.values() if each.placement == getattr(Placement, name)),
     }
     for name, record in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items():
         found[name] = Family(

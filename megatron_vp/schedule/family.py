@@ -54,7 +54,9 @@ class Family:
     in_megatron: bool = False
     """whether Megatron itself supports the family's order if the vocabulary layers are not split"""
     bases: tuple[Family, ...] = ()
-    """if the family is flexible, the families whose blocks it may also use to fit a memory limit; otherwise empty"""
+    """if the family is flexible, the families with the same placement, whose schedules it may also use to fit a memory
+    limit; otherwise empty
+    """
     shape: str = ""
     """the building block, such as `slack=12,gap=2` or `v-half`, if the family was fitted to a memory limit"""
     limit: int | None = None

@@ -24,7 +24,7 @@ from megatron_vp.schedule import flex as module
 from megatron_vp.schedule.flex import fitted, shaped
 from megatron_vp.schedule.validate import validate
 
-BASES = ("v-min", "v-half", "zb-v")
+BASES = ("v-min", "v-half", "zb-v", "dualpipe-v")
 UNEVEN = PassCosts(F=1, B=1.9, W=0.7)
 
 
