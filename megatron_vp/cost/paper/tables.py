@@ -116,5 +116,6 @@ def picture(rows: Sequence[Row]) -> bytes:
                 axis.grid(alpha=0.3)
             axes[2 * place][column].set_title(f"table {table}: {setup[1]} GPUs, sequence {setup[2]}", fontsize=9)
             axes[2 * place + 1][column].axhline(_MEMORY, color="k", linestyle=":", linewidth=1)
+        axes[2 * place][0].plot([], [], "kx", label="published")
         axes[2 * place][0].legend(fontsize=7)
     return saved(figure)
