@@ -8,9 +8,9 @@ below, and turns it into Megatron's flags. It checks these flags in the same way
 NVIDIA's other jobs. Changes that a recipe makes to the built model (adapters, frozen weights) have no flag and are not
 checked. Nothing is downloaded or started.
 
-`--simulate` instead predicts the pretraining recipes with `megatron-vp simulate`, plain and with `--vocab-parallel`
-alone. Times and memory are given for the GPUs that the cost model knows. Recipes for other GPUs are simulated on B200,
-only to list which are refused and which of their options are not counted.
+`--simulate` instead predicts the pretraining recipes: plain, with `--vocab-parallel` alone, and the fastest and the
+smallest run that `megatron-vp plan` finds. Times and memory are given for the GPUs that the cost model knows. Recipes
+for other GPUs are simulated on B200, only to list which are refused and which of their options are not counted.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ def words_of(recipe: Any, options: dict[str, Any]) -> list[str]:
     words += ["--hidden-dropout", str(model.hidden_dropout), "--attention-dropout", str(model.attention_dropout)]
     words += ["--position-embedding-type", model.position_embedding_type]
     words += ["--bf16"] * ("--bf16" not in words)
+    words += ["--grad-reduce-in-bf16"] * (not recipe.ddp.grad_reduce_in_fp32)
     words += ["--group-query-attention"] * (model.num_query_groups not in (None, model.num_attention_heads))
     words += ["--untie-embeddings-and-output-weights"] * (not model.share_embeddings_and_output_weights)
     if not recipe.rerun_state_machine.check_for_nan_in_loss or model.cuda_graph_impl == "full_iteration":
@@ -221,74 +222,87 @@ def _layout(layout: Any) -> str:
 
 
 class Simulated(NamedTuple):
-    """What `simulate` said of a recipe, plain and with `--vocab-parallel`: its JSON documents, or the first refusal."""
+    """A recipe's predicted runs as in JSON documents: plain, with `--vocab-parallel` alone and, of those that `plan`
+    finds at the recipe's sizes, the fastest and the smallest that takes at most 1 % more time than the recipe. Without
+    runs, the first refusal.
+    """
 
     family: str
     gpu: str
     name: str
     found: tuple[dict[str, Any], ...] = ()
+    uncounted: tuple[str, ...] = ()
     refusal: str = ""
     megatron: str | None = None
     """Why plain Megatron would refuse the recipe too."""
 
-    @property
-    def ratio(self) -> float:
-        """Time of the plain recipe over its time with `--vocab-parallel`."""
-        plain, split = (each["plan"]["iteration_seconds"] for each in self.found)
-        return plain / split
+    def ratio(self, way: int = 1) -> float:
+        """Time of the plain recipe over that of another of its runs."""
+        return self.found[0]["iteration_seconds"] / self.found[way]["iteration_seconds"]
 
     @property
-    def memory(self) -> tuple[float, float]:
-        """GiB of the fullest rank, plain and with `--vocab-parallel`."""
-        plain, split = (each["plan"]["peak_memory_bytes"] / GIB for each in self.found)
-        return plain, split
+    def memory(self) -> list[float]:
+        """GiB of the fullest rank, by run."""
+        return [each["peak_memory_bytes"] / GIB for each in self.found]
 
 
 def simulated(gpu: str, job: Job) -> Simulated:
-    """Simulate a recipe. If `simulate` refuses it, `megatron-vp check` says whether plain Megatron does, too.
+    """Predict a recipe's runs. If that is refused, `megatron-vp check` says whether plain Megatron refuses it, too.
 
     The number of GPUs is that of the recipe's name or, if this is not a multiple of a replica, that of one replica.
+    `plan` may use the GPU's memory or, if that is more, as much as the recipe.
     """
     family, name, words = job.group, job.name, job.words
     gpus = int(re.search(r"(\d+)gpu", name)[1])  # type: ignore[index]
     gpus = gpus if gpus % job.ranks == 0 else job.ranks
     hardware = ["--hardware", gpu if gpu in SIMULATED else "b200", "--nodes", str(max(1, gpus // 8))]
-    found = []
-    for way in ([], ["--vocab-parallel"]):
-        said = CliRunner().invoke(app, ["simulate", *words, *way, *hardware, "--format", "json"])
+    found, uncounted, limit = list[dict[str, Any]](), list[str](), 0.0
+    for command in (["simulate"], ["simulate", "--vocab-parallel"], *[["plan"]] * (gpu in SIMULATED)):
+        if command[0] == "plan":
+            command += ["--memory", str(max(found[0]["peak_memory_bytes"], limit) / GIB)]
+        said = CliRunner().invoke(app, [*command, *words, *hardware, "--format", "json"])
         if said.exit_code:
             why = str(said.exception) if said.exit_code != 2 or not said.stderr else said.stderr.strip()
-            return Simulated(family, gpu, name, (), " ".join([*way, why]), job.answers()[0])
-        found.append(json.loads(said.stdout))
-    return Simulated(family, gpu, name, tuple(found))
+            refusal = " ".join([*command[1:2], why])
+            return Simulated(family, gpu, name, refusal=refusal, megatron=job.answers()[0])
+        document = json.loads(said.stdout)
+        limit, uncounted = document["limit_bytes"], document["uncounted"]
+        if command[0] == "simulate":
+            found.append(document["plan"])
+        else:
+            frontier = [document["plans"][place] for place in document["frontier"]]
+            within = [each for each in frontier if 0.99 * each["iteration_seconds"] <= found[0]["iteration_seconds"]]
+            found += [frontier[0], (within or frontier[:1])[-1]]
+    return Simulated(family, gpu, name, tuple(found), tuple(uncounted))
 
 
 def by_family(rows: Sequence[Simulated]) -> str:
     """A table of times and memory by family and GPU, for the GPUs that the cost model knows."""
     known = [row for row in rows if row.found and row.gpu in SIMULATED]
     lines = [
-        "| family | GPU | recipes | mean ratio | least | most | unchanged | GiB plain | GiB split |",
-        "|---" * 9 + "|",
+        "| family | GPU | recipes | unchanged | split | least | best | least | GiB | split | best | smallest |",
+        "|---" * 12 + "|",
     ]
     groups = dict.fromkeys((row.family, row.gpu) for row in known)
     for family, gpu in [*groups, ("**all**", "")]:
         those = [row for row in known if family == "**all**" or (row.family, row.gpu) == (family, gpu)]
-        ratios = [row.ratio for row in those]
         if those:
-            unchanged = sum(len({each["plan"]["method"] for each in row.found}) == 1 for row in those)
-            numbers = f"{fmean(ratios):.3f} | {min(ratios):.3f} | {max(ratios):.3f} | {unchanged}"
-            memory = " | ".join(f"{fmean(row.memory[way] for row in those):.1f}" for way in (0, 1))
-            lines.append(f"| {family} | {gpu.upper()} | {len(those)} | {numbers} | {memory} |")
+            ratios = [[row.ratio(way) for row in those] for way in (1, 2)]
+            unchanged = sum(len({each["method"] for each in row.found[:2]}) == 1 for row in those)
+            numbers = " | ".join(f"{fmean(each):.3f} | {min(each):.3f}" for each in ratios)
+            memory = " | ".join(f"{fmean(row.memory[way] for row in those):.1f}" for way in range(4))
+            lines.append(f"| {family} | {gpu.upper()} | {len(those)} | {unchanged} | {numbers} | {memory} |")
     return "\n".join(lines)
 
 
 def simulated_tables(rows: Sequence[Simulated]) -> str:
     """Tables of times and memory by recipe, of refusals, and of options that are not counted."""
-    lines = ["| recipe | plain s | split s | ratio | GiB plain | GiB split |", "|---" * 6 + "|"]
+    lines = ["| recipe | s | split | best | smallest | GiB | split | best | smallest | best run |", "|---" * 10 + "|"]
     for row in [each for each in rows if each.found and each.gpu in SIMULATED]:
-        plain, split = (each["plan"]["iteration_seconds"] for each in row.found)
-        memory = f"{row.memory[0]:.1f} | {row.memory[1]:.1f}"
-        lines.append(f"| {row.name} | {plain:.4g} | {split:.4g} | {row.ratio:.3f} | {memory} |")
+        seconds = " | ".join(f"{each['iteration_seconds']:.4g}" for each in row.found)
+        memory = " | ".join(f"{each:.1f}" for each in row.memory)
+        best = row.found[2]
+        lines.append(f"| {row.name} | {seconds} | {memory} | {best['schedule']} {best['method']} |")
     lines += ["", "| refused by simulate | Megatron runs it | recipes | such as |", "|---" * 4 + "|"]
     kinds: dict[tuple[str, bool], list[str]] = {}
     for row in rows:
@@ -299,7 +313,7 @@ def simulated_tables(rows: Sequence[Simulated]) -> str:
         lines.append(f"| {kind} | {'yes' if runs else 'no'} | {len(names)} | {names[0]} |")
     by_gpu = Counter(f"{row.gpu}{'' if row.found else ', refused'}" for row in rows)
     lines += ["", "Recipes by GPU: " + ", ".join(f"{gpu} {count}" for gpu, count in sorted(by_gpu.items())), ""]
-    options = Counter(option for row in rows for option in {*(row.found[0]["uncounted"] if row.found else ())})
+    options = Counter(option for row in rows for option in row.uncounted)
     lines += ["| option that is not counted | recipes |", "|---|---|"]
     return "\n".join([*lines, *(f"| {option} | {count} |" for option, count in options.most_common())])
 
@@ -333,7 +347,8 @@ def main() -> int:
                 if "pretrain" in name:
                     predicted.append(simulated(gpu, job))
                     row = predicted[-1]
-                    print(name, f"{row.ratio:.3f}" if row.found else row.refusal, file=sys.stderr, flush=True)
+                    said = row.refusal or [round(row.ratio(way), 3) for way in range(1, len(row.found))]
+                    print(name, said, file=sys.stderr, flush=True)
                 continue
             if given.words:
                 print(json.dumps([name, job.words]), flush=True)
