@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,8 +128,9 @@ def answer_for(
     from megatron_vp.cost.planning.own_plan import own_plan
     from megatron_vp.cost.planning.search import BUDGET, Search
     from megatron_vp.cost.planning.variants import Variant, variants
+    from megatron_vp.jobs.virtual_stages import layers_given
 
-    given, refused, tried = None, "", variants(config, gpus, hardware, keep) if searching else []
+    given, flagged, refused, tried = None, list[Plan](), "", variants(config, gpus, hardware, keep) if searching else []
     if not tried or not tried[0].settings:
         job = Request.of(config, hardware, gpus, limit).job
         if not searching:
@@ -140,9 +142,14 @@ def answer_for(
             given = job, own_plan(config, job, hardware, limit)
         except UserError as error:
             refused = f"the job as given cannot run: {error}"
+        if layers_given(config) is not None:  # Otherwise, the search tries the same layers.
+            with suppress(UserError):
+                flagged.append(own_plan(config | {"vocab_parallel": True}, job, hardware, limit))
     chunks, progress = chunks_given(config) or 2, progress_lines()
-    search = Search(tried, hardware, limit, budget or BUDGET, chunks, offload, given, config, progress=progress).run()
-    return Answer(config, search, search.verdict, searching, refused)
+    search = Search(
+        tried, hardware, limit, budget or BUDGET, chunks, offload, given, flagged, config, progress=progress
+    )
+    return Answer(config, search.run(), search.verdict, searching, refused)
 
 
 @dataclass(frozen=True)

@@ -266,6 +266,15 @@ def test_the_job_as_given_is_a_rival(small):
             assert again["iteration_seconds"] == pytest.approx(each["iteration_seconds"])
 
 
+def test_a_given_layout_is_also_tried_with_the_flag(small):
+    words = [small, "--num-layers", 8, "--pipeline-model-parallel-layout", "Et|t*4|tt|tL", "--format", "json"]
+    flagged = json.loads(run("simulate", *words, "--vocab-parallel").stdout)["plan"]
+    plans = json.loads(run("plan", *words).stdout)["plans"]
+    (found,) = [each for each in plans if each["layers"] == [1, 4, 2, 1] and each["method"].startswith("vocab-2")]
+    assert found["iteration_seconds"] == pytest.approx(flagged["iteration_seconds"])
+    assert "--pipeline-model-parallel-layout" not in found["flags"]
+
+
 def test_nothing_is_recommended_that_our_options_refuse():
     job = [CONFIGS / "gpt_4b.yaml", "--pipeline-model-parallel-size", 2, "--global-batch-size", 8]
     document = json.loads(run("plan", *job, "--fp32-residual-connection", "--format", "json").stdout)

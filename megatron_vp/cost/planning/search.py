@@ -69,6 +69,7 @@ class Search:
     chunks: chunks per rank in schedules that allow any number, such as `interleaved`.
     offload: whether to also try offloading activations to host memory.
     given: the job and the plan that its configuration describes; this run is always simulated.
+    flagged: plans of that job with flags of ours, which are always simulated, too.
     arguments: the job's arguments; runs that refuse one of them are left out (see `refusal`).
     progress: called with the name of the current step, the number of its tasks that are done, and their total.
     found: simulated runs, fastest first.
@@ -84,6 +85,7 @@ class Search:
     chunks: int = 2
     offload: bool = False
     given: tuple[Job, Plan] | None = None
+    flagged: Sequence[Plan] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
     found: list[Prediction] = field(default_factory=list)
@@ -144,9 +146,14 @@ class Search:
             if not each.settings
             for plan in candidates(each.job, self.hardware, self.chunks, self.offload)
         ]
-        if self.given is not None and self.given not in [(self.tried[index].job, plan) for index, plan in plans]:
-            plans.append((len(self.tried), self.given[1]))
-            self.tried = [*self.tried, Variant(self.given[0], {})]
+        if self.given is not None:
+            job, own = self.given
+            known = [(self.tried[index].job, plan) for index, plan in plans]
+            if more := [
+                (len(self.tried), each) for each in dict.fromkeys((own, *self.flagged)) if (job, each) not in known
+            ]:
+                plans += more
+                self.tried = [*self.tried, Variant(job, {})]
         return [Option(Bound(0.0, 0.0), index, place, plan) for place, (index, plan) in enumerate(plans)]
 
     def _bounded(self) -> list[Option]:
