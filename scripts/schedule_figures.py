@@ -117,7 +117,7 @@ def draw_chart(simulated: dict[tuple[str, str, int], Timeline]) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     handles = [Line2D([], [], marker="o", linestyle="", color=colours[name], label=name) for name in PLANNED]
-    handles += [Line2D([], [], marker=m, linestyle="", color="k", fillstyle="none", label=vocab) for vocab, m in MARKERS.items()]
+    handles += [Line2D([], [], marker=m, ls="", color="k", mfc="none", label=vocab) for vocab, m in MARKERS.items()]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=8)
     figure.savefig(PICTURES / "bubble_and_memory.png", dpi=160)
 
