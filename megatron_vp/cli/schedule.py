@@ -65,6 +65,14 @@ def schedule(
             "backward. The chunks whose activations live longest are chosen."
         ),
     ] = "0",
+    overlap: Annotated[
+        bool,
+        typer.Option(
+            "--overlap-moe-expert-parallel-comm",
+            help="For interleaved and dualpipe-v: run a forward and a backward of a rank as one wherever the schedule "
+            "pairs them, as training with this option does.",
+        ),
+    ] = False,
     activation_limit: Annotated[
         str | None,
         typer.Option(
@@ -146,6 +154,7 @@ def schedule(
                 "--activation-limit": activation_limit,
                 "--vocab": None if vocab == "none" else vocab,
                 "--offload-chunks": None if offload_chunks == "0" else offload_chunks,
+                "--overlap-moe-expert-parallel-comm": overlap or None,
             }
             if clash := [option for option, value in given.items() if value is not None]:
                 raise UserError(f"--from {source} already sets the whole schedule; leave out {', '.join(clash)}")
@@ -169,6 +178,7 @@ def schedule(
                 costs=costs,
                 vocab_ranks=holders,
                 offload_chunks=offloaded,
+                overlapped=overlap,
                 activation_limit=limit,
             )
             if offloaded:

@@ -48,17 +48,21 @@ def to_text(timeline: Timeline) -> str:
     """Return metrics, and a table with a line per rank."""
     schedule = timeline.schedule
     costs = timeline.costs.nominal(schedule.pipeline_size)
-    rows = [["rank", "busy", "bubble %", "peak activation", "activation in host memory"]]
+    more = {"activation in host memory": bool(schedule.offloaded), "pairs": bool(schedule.pairs)}
+    rows = [["rank", "busy", "bubble %", "peak activation", *(name for name, shown in more.items() if shown)]]
     for rank, busy in enumerate(timeline.busy):
         idle = 100 * (1 - busy / timeline.makespan) if timeline.makespan else 0.0
-        peaks = f"{timeline.peak_activation[rank]:.4g}", f"{timeline.peak_host[rank]:.4g}"
-        rows.append([f"{rank}", f"{busy:.6g}", f"{idle:.2f}", *peaks])
+        rows.append([f"{rank}", f"{busy:.6g}", f"{idle:.2f}", f"{timeline.peak_activation[rank]:.4g}"])
+        if schedule.offloaded:
+            rows[-1].append(f"{timeline.peak_host[rank]:.4g}")
+        if schedule.pairs:
+            rows[-1].append(f"{len(schedule.pairs[rank])}")
     lines = [
         f"schedule {title(schedule)}",
         f"makespan {timeline.makespan:.6g}   bubble {100 * timeline.bubble_fraction:.2f} %   "
         f"costs {' '.join(f'{name}={value:g}' for name, value in costs.named().items())}",
         "",
-        *aligned([row[: 5 if schedule.offloaded else 4] for row in rows]),
+        *aligned(rows),
     ]
     return "\n".join(lines) + "\n"
 
@@ -120,6 +124,12 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
             colours = [shade(step.kind, step.chunk) for step in order]
             edge = 0.4 if points_per_unit > 4 else 0.0
             axes.broken_barh(bars, (rank, 0.56), facecolors=colours, edgecolors="white", linewidths=edge)
+            for place, step in enumerate(order):
+                if step.kind is PassKind.F and (rank, step) in schedule.partners:
+                    pair = (bars[place][0], bars[place][1] + bars[place + 1][1])
+                    axes.broken_barh(
+                        [pair], (rank, 0.56), facecolors="none", edgecolors=SECOND_STREAM, linewidth=2 * edge
+                    )
             for step, (start, wide) in zip(order, bars, strict=True):
                 label = str(step.microbatch)
                 # Draw the label only if it fits: in the smallest legible font size, a digit is 3.6 points wide.
@@ -143,7 +153,8 @@ def to_picture(timeline: Timeline, file_format: str) -> bytes:
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         host = "; blue line: in host memory" if schedule.offloaded else ""
-        axes.set_xlabel(f"time; grey below each rank: activations held (at most {peak:.4g} microbatches){host}")
+        pairs = "; framed: two passes run as one" if schedule.pairs else ""
+        axes.set_xlabel(f"time; grey below each rank: activations held (at most {peak:.4g} microbatches){host}{pairs}")
         axes.set_title(f"{title(schedule)}; {figures(timeline)}", loc="left", fontsize=9)
         shown = {*PassKind, *(category for (_, category), bars in lines.items() if bars)}
         legend = [style for style in styles([timeline]) if style.meaning and style.kind in shown]
@@ -172,16 +183,21 @@ def styles(timelines: Sequence[Timeline]) -> list[Style]:
 def to_perfetto(timeline: Timeline) -> str:
     """Chrome trace events for Perfetto, with one process per rank; one unit of cost becomes one millisecond.
 
-    The lanes are those of a recorded run: passes are in `compute`, collectives in the `second stream` of every member,
-    and copies in `copies`.
+    The lanes and names are those of a recorded run: passes are in `compute`, collectives in the `second stream` of
+    every member, and copies in `copies`. Two passes that run as one are one slice.
     """
     schedule, events = timeline.schedule, []
     copies = [Lane.COPIES] if schedule.offloaded else []
     for rank, (order, spans) in enumerate(zip(schedule.ranks, timeline.spans, strict=True)):
         events += perfetto.process(rank, Lane.COMPUTE, Lane.SECOND_STREAM, *copies)
-        for step, (start, end) in zip(order, spans, strict=True):
+        for place, (step, (start, end)) in enumerate(zip(order, spans, strict=True)):
             args: dict[str, object] = {"microbatch": step.microbatch, "chunk": step.chunk}
-            events.append(perfetto.slice_event(rank, Lane.COMPUTE, str(step), step.kind.value, start, end, args))
+            name, category, partner = str(step), step.kind.value, schedule.partners.get((rank, step))
+            if partner is not None:
+                if step.kind is PassKind.F:
+                    continue
+                name, category, start = f"{partner}|{step}", "F|B", spans[place - 1][0]
+            events.append(perfetto.slice_event(rank, Lane.COMPUTE, name, category, start, end, args))
     lanes = {"collective": Lane.SECOND_STREAM, "copy": Lane.COPIES}
     for operation, (start, end) in timeline.operations.items():
         category, args = category_of(operation), {"microbatch": operation.microbatch}

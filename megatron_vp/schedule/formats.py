@@ -179,10 +179,14 @@ def _checked(schedule: Schedule) -> Schedule:
 def to_csv(schedule: Schedule) -> str:
     """The schedule as CSV, without its name."""
     split = {PassKind.B: "I", PassKind.BW: "B"} if schedule.split_backward else {}
-    lines = [
-        ",".join(f"{stages[step.chunk]}{split.get(step.kind, step.kind)}{step.microbatch}" for step in order)
-        for stages, order in zip(schedule.placement.stage_of, schedule.ranks, strict=True)
-    ]
+    lines = []
+    for rank, (stages, order) in enumerate(zip(schedule.placement.stage_of, schedule.ranks, strict=True)):
+        cells: list[str] = []
+        for step in order:
+            cells.append(f"{stages[step.chunk]}{split.get(step.kind, step.kind)}{step.microbatch}")
+            if step.kind is not PassKind.F and (rank, step) in schedule.partners:
+                cells[-2:] = [f"({cells[-2]};{cells[-1]})OVERLAP_F_B"]
+        lines.append(",".join(cells))
     if schedule.vocab is VocabMethod.VOCAB_1:
         lines.append(f"{METHOD}{schedule.vocab}")
     return "\n".join([*lines, ""])
@@ -193,7 +197,8 @@ def from_csv(text: str) -> Schedule:
     lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip()}
     try:
         methods = [VocabMethod(line.removeprefix(METHOD).strip()) for line in lines.values() if line.startswith(METHOD)]
-        rows = [_cells(line, number) for number, line in lines.items() if not line.startswith(METHOD)]
+        texts = [(line, number) for number, line in lines.items() if not line.startswith(METHOD)]
+        rows = [_cells(line, number) for line, number in texts]
         used = {kind for row in rows for _, kind, _ in row}
         # If backwards are split, PyTorch's I is our B, and its B is our BW.
         kinds = {name: PassKind(name) for name in used - {"I"}} | {"I": PassKind.B}
@@ -203,14 +208,22 @@ def from_csv(text: str) -> Schedule:
         vocab = methods[0] if methods else VocabMethod.INTERLACED if "V" in used else sharded
         stages = [sorted({stage for stage, kind, _ in row if kind == "F"}) for row in rows]
         placement = Placement(tuple(map(tuple, stages)))
-        orders = []
+        orders, pairs = [], []
         for rank, row in enumerate(rows):
             if foreign := {stage for stage, _, _ in row} - {*stages[rank]}:
                 raise ValueError(f"rank {rank} has passes of stage {min(foreign)}, but no forward of this stage")
-            steps = [(kinds[kind], number, stages[rank].index(stage)) for stage, kind, number in row]
-            orders.append(tuple(Pass(kind, number, chunk if kind.per_chunk else 0) for kind, number, chunk in steps))
+            steps = {
+                (stage, kind, number): Pass(
+                    kinds[kind], number, stages[rank].index(stage) if kinds[kind].per_chunk else 0
+                )
+                for stage, kind, number in row
+            }
+            orders.append(tuple(map(steps.__getitem__, row)))
+            joined = [_cells(pair, texts[rank][1]) for pair in TOGETHER.findall(texts[rank][0])]
+            pairs.append(tuple((steps[first], steps[second]) for first, second in joined))
         microbatches = 1 + max(step.microbatch for order in orders for step in order)
-        return _checked(Schedule("pytorch", vocab, placement, microbatches, tuple(orders)))
+        both = tuple(pairs) if any(pairs) else ()
+        return _checked(Schedule("pytorch", vocab, placement, microbatches, tuple(orders), pairs=both))
     except ValueError as error:
         raise UserError(f"the schedule file is not in PyTorch's CSV format: {error}") from None
 

@@ -143,9 +143,6 @@ class _Writer:
         # These ranks receive embedding rows without running IF.
         self.only_words = schedule.placement.word_ranks(mtp_stage) - set(schedule.vocab_ranks)
         self.instructions: list[list[Instruction]] = [[] for _ in ranks]
-        self.forward_of = {
-            (rank, backward): forward for rank, pairs in enumerate(schedule.pairs) for forward, backward in pairs
-        }
         self.waited: list[set[Operation]] = [set() for _ in ranks]
 
     def run(self, step: Step, needed: Sequence[Operation]) -> None:
@@ -153,9 +150,11 @@ class _Writer:
         waited for the inputs of both.
         """
         rank, action = step
-        if isinstance(action, Pass) and step in self.forward_of:
-            self.instructions[rank][-1] = RunPair(self.forward_of[rank, action], action)
-            return
+        if isinstance(action, Pass) and action.kind is not PassKind.F:
+            forward = self.schedule.partners.get((rank, action))
+            if forward is not None:
+                self.instructions[rank][-1] = RunPair(forward, action)
+                return
         self.read(rank, action)
         written, waited = self.instructions[rank], self.waited[rank]
         written += [Wait(operation) for operation in needed if operation not in waited]

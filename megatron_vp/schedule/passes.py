@@ -88,8 +88,9 @@ class Schedule:
     shape: str = ""
     """the building block, such as `slack=12,gap=2` or `v-half`, if the family was fitted to a memory limit"""
     pairs: tuple[tuple[tuple[Pass, Pass], ...], ...] = ()
-    """for each rank, the forwards and backwards that run as one, so that the expert communication of one hides behind
-    the computation of the other; the backward comes right after its forward in `ranks`; empty if all passes run alone
+    """for each rank, the (forward, backward) pairs that run as one, in order; the expert communication of each pass
+    hides behind the computation of the other; in `ranks`, the backward comes right after its forward; empty if all
+    passes run alone
     """
 
     @property
@@ -145,6 +146,12 @@ class Schedule:
         return {
             (rank, step): None for rank, order in enumerate(self.ranks) for step in order if step.kind is PassKind.BW
         }
+
+    @cached_property
+    def partners(self) -> dict[tuple[int, Pass], Pass]:
+        """Maps every pass of a pair, with its rank, to the other pass of its pair."""
+        ordered = ((rank, pair) for rank, pairs in enumerate(self.pairs) for pair in pairs)
+        return {(rank, pair[half]): pair[1 - half] for rank, pair in ordered for half in (0, 1)}
 
     def forward_only(self) -> Schedule:
         """The same order with only the passes that evaluation runs, such as IF, F and S."""

@@ -60,7 +60,12 @@ def reorder_for_costs(
     for numbers, steps, order in zip(search.given, schedule.ranks, best[1], strict=True):
         named = dict(zip(numbers, steps, strict=True))
         ranks.append(tuple(named[number] for number in order))
-    return replace(schedule, ranks=tuple(ranks))
+    partners = schedule.partners
+    pairs = [
+        tuple((step, partners[rank, step]) for step in order if step.kind is PassKind.F and (rank, step) in partners)
+        for rank, order in enumerate(ranks if partners else ())
+    ]
+    return replace(schedule, ranks=tuple(ranks), pairs=tuple(pairs))
 
 
 def linked_graph(schedule: Schedule, links: Sequence[Link] = ()) -> Graph:

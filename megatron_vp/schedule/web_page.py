@@ -61,9 +61,9 @@ def _schedule(timeline: Timeline, places: dict[tuple[str, int], int]) -> dict[st
         times = rounded(start[number]), rounded(end[number])
         if isinstance(node, Step):
             assert isinstance(node.action, Pass)
-            nodes.append(
-                [str(node.action), places[node.action.kind, node.action.chunk], node.rank, *times, needed, turn]
-            )
+            partner = schedule.partners.get((node.rank, node.action))
+            name = f"{node.action}" if partner is None else f"{node.action}, as one with {partner}"
+            nodes.append([name, places[node.action.kind, node.action.chunk], node.rank, *times, needed, turn])
         else:
             rank = None if isinstance(node, Collective) else node.members(())[0]
             nodes.append([node.words(names), places[category_of(node), 0], rank, *times, needed, turn])

@@ -7,7 +7,9 @@ from itertools import pairwise, takewhile
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from megatron_vp.cli.app import app
 from megatron_vp.errors import UserError
 from megatron_vp.schedule import (
     FAMILIES,
@@ -21,14 +23,18 @@ from megatron_vp.schedule import (
     Run,
     RunPair,
     ScheduleError,
+    draw,
     evaluation,
+    from_csv,
     from_json,
     generate,
     lower,
     programs_to_json,
     simulate,
+    to_csv,
     to_json,
     validate,
+    web_page,
 )
 from megatron_vp.schedule.dependencies import build_graph, join_pairs
 from megatron_vp.schedule.graph import Step
@@ -39,6 +45,10 @@ from tests.schedule.program_player import HostWaits, stuck_ranks
 
 PAIRED = [name for name, family in FAMILIES.items() if family.overlapped]
 METHODS = ["none", "vocab-1", "vocab-2"]
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["schedule", *arguments])
 
 
 def pairs_of(program):
@@ -98,7 +108,7 @@ def assert_runs(name, p, m, v, vocab, costs):
     validate(schedule, costs)
     programs = lower(schedule, costs)
     promise = FAMILIES[name].promised_peak
-    for program, pairs in zip(programs, schedule.pairs, strict=True):
+    for program, pairs in zip(programs, schedule.pairs or [()] * p, strict=True):
         rank = program.rank
         assert {(each.forward, each.backward) for each in pairs_of(program)} == {*pairs}
         assert program.peaks[Held.ACTIVATIONS] <= promise(p, rank, v, m, schedule.vocab, overlapped=True)
@@ -161,6 +171,35 @@ def test_programs_write_a_pair_as_two_adjacent_joined_runs():
         assert len(joined) == 2 * len(pairs)
         for first, second in zip(joined[::2], joined[1::2], strict=True):
             assert (second - first, program[first]["pass"], program[second]["pass"]) == (1, "F", "BW")
+
+
+def test_formats_show_what_runs_as_one():
+    schedule = generate("dualpipe-v", 2, 6, vocab="vocab-1", overlapped=True)
+    read = from_csv(to_csv(schedule))
+    assert (read.pairs, read.ranks) == (schedule.pairs, schedule.ranks)
+    whole = generate("interleaved", 3, 6, overlapped=True)
+    assert from_csv(to_csv(whole)).pairs == whole.pairs
+    timeline = simulate(schedule)
+    slices = [each for each in json.loads(draw.to_perfetto(timeline))["traceEvents"] if each.get("cat") == "F|B"]
+    assert [each["name"] for each in slices] == [f"{f}|{b}" for pairs in schedule.pairs for f, b in pairs]
+    forward, backward = schedule.pairs[0][0]
+    place = schedule.ranks[0].index(forward)
+    start, end = timeline.spans[0][place][0], timeline.spans[0][place + 1][1]
+    assert (slices[0]["ts"], slices[0]["dur"]) == pytest.approx((1e3 * start, 1e3 * (end - start)))
+    assert f'"{forward}, as one with {backward}"' in web_page.to_html([timeline])
+    counts = [line.split()[-1] for line in draw.to_text(timeline).splitlines()[-2:]]
+    assert counts == [str(len(pairs)) for pairs in schedule.pairs]
+    assert b"framed: two passes run as one" in draw.to_picture(timeline, "svg")
+
+
+def test_the_command_takes_megatrons_option(tmp_path):
+    option = "--overlap-moe-expert-parallel-comm"
+    sizes, output = ["interleaved", "-p", "2", "-m", "4"], str(tmp_path / "pairs.json")
+    assert command(*sizes, option, "-o", output).exit_code == 0
+    written = from_json((tmp_path / "pairs.json").read_text())
+    assert written.pairs == generate("interleaved", 2, 4, overlapped=True).pairs != ()
+    assert "leave out --overlap" in str(command("--from", output, option).exception)
+    assert command("--from", output, "--format", "programs").output.count('"joined": true') > 0
 
 
 @pytest.mark.parametrize(
