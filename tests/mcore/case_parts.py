@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -234,38 +235,44 @@ def _ways(words: str) -> tuple[str, ...]:
     return tuple(way for word in words.split() for way in globals().get(word, (word,)))
 
 
-def _turning(given: Sequence[str], kept: int, turn: int) -> tuple[str, ...]:
-    """`kept` of the given, others in every turn."""
-    return tuple(given[(turn + each) % len(given)] for each in range(min(kept, len(given))))
+def _least_met(ways: Iterable[str], given: Iterable[str], met: Counter[object]) -> str:
+    """The way that has met fewest of what is given, and the rarest of those: so each way meets each part in its turn.
+
+    `met` counts ways and their meetings in one table.
+    """
+    way = min(ways, key=lambda way: (sum((way, each) in met for each in given), met[way]))
+    met.update([way, *((way, each) for each in given)])
+    return way
 
 
-def _job(turn: int, row: dict[str, object], kept: int, **defaults: object) -> Job:
-    """A row's job, in the default way and in `kept` of its ways, which take turns from row to row."""
+def _job(row: dict[str, object], met: Counter[object], **defaults: object) -> Job:
+    """A row's job, in one of its ways: its default, or the one that has met fewest of the row's parts and options."""
+    asked = [*row.get("parts", "").split(), *row.get("options", ())]
     options = {name: row.pop(name, None) for name in ("options", "then", "plain")}
     for name, given in options.items():
         parts = row.pop("parts" if name == "options" else f"{name}_parts", "")
         if parts or given is not None:
             row[name] = _named(parts) | (given or {})
-    ways = _turning(_ways(row.get("ways", "")) or defaults.get("ways", BASIC), kept, turn)
-    row["ways"] = tuple(dict.fromkeys((*filter(None, [row.get("default")]), *ways)))
+    ways = [row["default"]] if "default" in row else _ways(row.get("ways", "")) or defaults.get("ways", BASIC)
+    row["ways"] = (_least_met(ways, asked, met),)
     row["but"] = tuple(filter(None, row.pop("but", "").split(",")))
     return Job(**defaults | row)
 
 
 _TABLES = tomllib.loads((Path(__file__).parent / "matrix.toml").read_text())
-COMBINATIONS = tuple(_job(turn, row, 2) for turn, row in enumerate(_TABLES["combinations"]))
+_MET, _SURVEYED = Counter(), Counter()
+COMBINATIONS = tuple(_job(row, _MET) for row in _TABLES["combinations"])
 SURVEY = {
-    each["subject"]: tuple(
-        _job(turn, row, 1, ways=SURVEY_WAYS, bound=SURVEY_BOUND) for turn, row in enumerate(each["jobs"])
-    )
+    each["subject"]: tuple(_job(row, _SURVEYED, ways=SURVEY_WAYS, bound=SURVEY_BOUND) for row in each["jobs"])
     for each in _TABLES["survey"]
 }
 """The option survey's jobs, by what they are about."""
 MOVES = tuple(
     Move(**row | {"others": others, "options": _named(row.pop("parts", "")) | row.get("options", {})})
     for turn, row in enumerate(_TABLES["moves"])
-    for others in [_turning(row["others"], 2, 0 if row.get("default") else turn)]
+    for others in [row["others"][turn % min(6, len(row["others"])) :: 6]]
 )
+"""With every sixth of the other layouts: a model moves to each kind of them in some rows, and so does each option."""
 PROOFS: dict[str, str] = _TABLES["proofs"]
 """What tests outside of these matrices prove, and `file::function` under tests/."""
 NOT_YET = (

@@ -304,8 +304,6 @@ def loaded(folder):
     [
         ("Llama", False, VOCAB_2, 1),
         ("Qwen3", False, V_HALF, 2),
-        pytest.param("Qwen3", False, VOCAB_2, 1, marks=pytest.mark.slow),
-        pytest.param("Llama", True, VOCAB_2, 1, marks=pytest.mark.slow),
         pytest.param("Llama", True, V_HALF, 2, marks=pytest.mark.slow),
     ],
 )

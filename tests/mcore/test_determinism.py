@@ -6,17 +6,17 @@ import pytest
 
 from tests.harness import train
 from tests.harness.training import tiny_model
+from tests.mcore.case_parts import DROPOUT
 from tests.mcore.comparison import assert_same_bits
 
 OURS = {"pipeline_model_parallel_size": 2, "vocab_parallel": True}
 V_HALF = {"pipeline_schedule": "v-half"}
+INTERLEAVED = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}
 REPLICAS = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 CASES = {
     "v-half, vocab-2, --deterministic-mode": (2, {**V_HALF, "deterministic_mode": True}),
-    "1f1b, vocab-1": (2, {"vocab_parallel_algorithm": "vocab-1"}),
-    "interleaved": (2, {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": 2}),
-    "dropout": (2, {"attention_dropout": 0.1, "hidden_dropout": 0.1}),
-    "bf16, tied": (2, {"bf16": True, "untie_embeddings_and_output_weights": False}),
+    "interleaved, vocab-1": (2, {**INTERLEAVED, "vocab_parallel_algorithm": "vocab-1"}),
+    "bf16, tied, dropout": (2, {**DROPOUT, "bf16": True, "untie_embeddings_and_output_weights": False}),
     "replicas, everything overlapped": (4, {**V_HALF, **REPLICAS}),
     "tensor and sequence parallelism": (4, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "without --vocab-parallel": (2, {**V_HALF, "vocab_parallel": False}),

@@ -98,8 +98,6 @@ def gradients_of_the_engine(rank, ranks, version, fused, settings, chunks):
     ("settings", "chunks", "fused"),
     [
         (V_HALF, 2, False),
-        pytest.param({"vocab_parallel": True}, 1, False, marks=slow),
-        pytest.param(V_HALF, 2, True, marks=slow),
         pytest.param({"pipeline_schedule": "zb-h1", "vocab_parallel": True}, 1, True, marks=slow),
     ],
 )

@@ -258,11 +258,8 @@ def _graphed(
     ("implementation", "schedule", "method", "modules"),
     [
         ("transformer_engine", "1f1b", "vocab-2", None),
-        pytest.param("transformer_engine", "1f1b", "vocab-1", "mlp", marks=slow),
         pytest.param("transformer_engine", "interleaved", "vocab-2", "attn", marks=slow),
-        pytest.param("transformer_engine", "interlaced", "vocab-1", None, marks=slow),
-        pytest.param("local", "1f1b", "vocab-2", None, marks=slow),
-        pytest.param("local", "1f1b", "vocab-1", "attn", marks=slow),
+        pytest.param("local", "1f1b", "vocab-1", "mlp", marks=slow),
         pytest.param("local", "interlaced", "vocab-2", None, marks=slow),
     ],
 )
@@ -335,8 +332,8 @@ def test_the_own_order_of_every_family_shares_no_buffer_that_is_still_read():
 
 
 @slow
-@pytest.mark.parametrize("size", range(2, 9))
-def test_the_same_in_more_sizes(size):
+def test_the_same_in_more_sizes():
+    size = 8
     for name, method, _, count in _combinations((size,), (1, 2, 3, 5, 8, 13, 16, 24, 32)):
         for order in orders(name, method, size, count):
             assert wrong_reads(order, order) == 0, (name, method, count)

@@ -28,12 +28,8 @@ CASES = [
     (2, "1f1b", "vocab-2", 0.2, 0.05, TIED),
     pytest.param(2, "1f1b", "vocab-1", 0.0, 0.05, {}, marks=slow),
     pytest.param(3, "1f1b", "vocab-2", 0.2, 0.0, {}, marks=slow),
-    pytest.param(3, "1f1b", "vocab-1", 0.2, 0.05, PER_TOKEN, marks=slow),
     pytest.param(2, "interleaved", "vocab-2", 0.2, 0.05, PER_TOKEN, marks=slow),
     pytest.param(3, "v-half", "vocab-1", 0.2, 0.05, {}, marks=slow),
-    pytest.param(2, "zb-h1", "vocab-2", 0.2, 0.05, TIED, marks=slow),
-    pytest.param(2, "interlaced", "vocab-1", 0.2, 0.05, {}, marks=slow),
-    pytest.param(3, "1f1b", "vocab-1", 0.2, 0.05, {"vocab_shards": "0,27,13"}, marks=slow),
     pytest.param(2, "v-half", "vocab-2", 0.2, 0.05, {**TIED, "vocab_shards": "0,40"}, marks=slow),
 ]
 

@@ -34,20 +34,15 @@ DATA = {"pipeline_model_parallel_size": 2}
 JOBS = {
     "gpt/gpt3_mcore_te_tp2_pp2_mla": {},
     "gpt/gpt3_mcore_te_tp2_pp2_dsa": {},
-    "gpt/gpt3_mcore_te_tp2_pp2_defer_embedding_wgrad_compute": {},
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_uneven_pipeline": {},
     "gpt/gpt3_mcore_te_tp1_pp4_vp2_account_for_embedding_loss_in_pipeline_split": {},
     "gpt/gpt3_mcore_te_tp1_pp4_vp1_dist_optimizer_overlap_grad_reduce_param_gather": DATA,
-    "gpt/gpt3_mcore_te_tp1_pp4_vp1_tunable_overlap": DATA,
     "gpt/gpt3_mcore_te_tp2_pp2_cp2": {"tensor_model_parallel_size": 1},
     "gpt/gpt3_15b_8t_release_sm_gb200": {"tensor_model_parallel_size": 2},
-    "gpt/gpt3_7b_tp1_pp4_memory_speed": {},
-    "gpt/gpt3_mcore_reruns_enable": {},
     "hybrid/hybrid_mr_mcore_te_tp1_pp2_vpp2_cp1_dgx_a100_1N8G": {},
     "mixtral/deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release_sm": {"expert_model_parallel_size": 2},
     "mixtral/mixtral_8x7b_tp1pp4ep8vpp8_release": {**DATA, "expert_model_parallel_size": 2},
     "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_mtp_resume_torch_dist_fp8": {"expert_model_parallel_size": 2},
-    "moe/gpt3_mcore_cp2_pp2_ep2_te_4experts2parallel_nondeterministic": {},
     "moe/gpt3_mcore_te_tp2_pp2_ep4_etp1_resume_torch_dist_attn_cudagraph": {"expert_model_parallel_size": 2},
 }
 RESUMED = {

@@ -33,18 +33,15 @@ def case(schedule, size, microbatches, chunks, *options, ranks=None, slow=True):
 CASES = [
     case("1f1b", 2, 5, "all", SPLIT, TIED, EVALUATED, slow=False),
     case("po", 3, 4, "half", OTHER, TWO_CHUNKS, slow=False),
-    case("zb-v", 2, 4, "all", SPLIT, SELECTIVE),
-    case("v-half", 4, 6, "half", OTHER, TIED),
     case("v-min", 3, 1, "all", SPLIT),
     case("interleaved", 2, 3, "all", SPLIT, TWO_CHUNKS, EVALUATED),
     case("gis", 2, 4, "all", TWO_CHUNKS),
     case("gis-h", 4, 4, "half", SPLIT, TWO_CHUNKS),
     case("zb-h1", 3, 6, "all", SPLIT, TIED, EVALUATED),
     case("dualpipe-v", 2, 5, "half", SPLIT),
-    case("1f1b", 4, 3, "all"),
-    case("v-half", 2, 4, "all", SPLIT, SEQUENCE, ranks=4),
+    case("v-half", 2, 4, "all", OTHER, TIED, SEQUENCE, ranks=4),
     case("po", 2, 6, "all", SPLIT, TWO_CHUNKS, BOTH, TIED, ranks=4),
-    case("zb-v", 2, 4, "half", SPLIT, MOE),
+    case("zb-v", 2, 4, "half", SPLIT, MOE, SELECTIVE),
 ]
 
 

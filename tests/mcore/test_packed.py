@@ -31,7 +31,6 @@ from tests.mcore.case_parts import (
     FP32,
     FULL_RECOMPUTE,
     HYBRID,
-    LATENT,
     LLAMA,
     MOE,
     SEQUENCE,
@@ -46,28 +45,18 @@ ONE_SEQUENCE = {"micro_batch_size": 1, "global_batch_size": 4}
 AHEAD = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 TWO_AHEAD = {**AHEAD, "mtp_num_layers": 2}
 
-LATENT_SLOWLY = {**LATENT, "lr": 1e-6}
-"""Adam makes whole steps of the rounding of small gradients: two plain runs on one and two ranks drift by 1e-6."""
 DEEPSEEK_SLOWLY = {**DEEPSEEK, "lr": 1e-6}
+"""Adam makes whole steps of the rounding of small gradients: two plain runs on one and two ranks drift by 1e-6."""
 
 # Ranks, p, schedule/algorithm, options of both runs.
 DEFAULT = [(2, 2, "v-half/vocab-2", {**LLAMA, **TWO_AHEAD, **MOE})]
 CASES = [
-    (2, 2, "1f1b/vocab-2", LLAMA),
-    (2, 2, "interleaved/vocab-1", LLAMA),
-    (3, 3, "zb-h1/vocab-2", {**LLAMA, "num_layers": 6}),
     (3, 3, "zb-v/none", {"num_layers": 6, **ONE_SEQUENCE}),
     (4, 4, "v-min/vocab-1", {"num_layers": 8, **TIED}),
-    (2, 2, "dualpipe-v/vocab-2", ONE_SEQUENCE),
     (2, 2, "zb-h1/none", {**LLAMA, **FULL_RECOMPUTE}),
-    (2, 2, "v-half/vocab-2", LATENT_SLOWLY),
-    (2, 2, "v-half/vocab-2", {**AHEAD, **ONE_SEQUENCE}),
-    (2, 2, "interleaved/vocab-1", {**TWO_AHEAD, **TIED}),
+    (2, 2, "interleaved/vocab-1", {**TWO_AHEAD, **TIED, "eod_mask_loss": True, "calculate_per_token_loss": True}),
     (2, 2, "v-half/vocab-2", {**DEEPSEEK_SLOWLY, **AHEAD}),
-    (2, 2, "v-half/vocab-2", {**AHEAD, "eod_mask_loss": True, "calculate_per_token_loss": True}),
     (4, 2, "1f1b/vocab-2", {**LLAMA, **SEQUENCE, **AHEAD}),
-    (4, 2, "v-half/vocab-2", {**LLAMA, **BOTH}),
-    (2, 2, "1f1b/vocab-2", {**MOE, **TWO_AHEAD, **FULL_RECOMPUTE}),
     (4, 2, "v-half/vocab-2", {**ALL_TO_ALL, **BOTH, **AHEAD}),
     (2, 2, "v-half/vocab-2", {**HYBRID, "hybrid_layer_pattern": "*-*-"}),
 ]
@@ -109,18 +98,12 @@ def test_documents_change_what_a_model_learns():
     assert abs(packed.losses[0] - whole.losses[0]) > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("size", "method", "options"),
-    [
-        pytest.param(2, "v-half/vocab-2", LLAMA, marks=slow),
-        pytest.param(3, "zb-v/vocab-1", {**AHEAD, "num_layers": 6}, marks=slow),
-    ],
-)
-def test_a_fresh_run_starts_from_what_plain_megatron_draws(size, method, options):
+@slow
+def test_a_fresh_run_starts_from_what_plain_megatron_draws():
     """With a micro batch of one: Megatron's own pipeline takes no other."""
-    options = _options(**options, **ONE_SEQUENCE)
-    plain = _train(size, same_weights=False, **options, pipeline_model_parallel_size=size)
-    assert_equal(_train(size, same_weights=False, **options, **way_options(method, size)), plain, FP32)
+    options = _options(**AHEAD, **ONE_SEQUENCE, num_layers=6)
+    plain = _train(3, same_weights=False, **options, pipeline_model_parallel_size=3)
+    assert_equal(_train(3, same_weights=False, **options, **way_options("zb-v/vocab-1", 3)), plain, FP32)
 
 
 @slow
@@ -232,10 +215,8 @@ def conversations(tmp_path_factory):
     [
         (3, 3, "zb-h1/vocab-2", {"num_layers": 6}),
         pytest.param(2, 2, "v-half/vocab-2", AHEAD, marks=slow),
-        pytest.param(2, 2, "interleaved/vocab-1", ONE_SEQUENCE, marks=slow),
-        pytest.param(4, 2, "1f1b/vocab-2", {"context_parallel_size": 2}, marks=slow),
         pytest.param(4, 2, "v-half/vocab-2", {"context_parallel_size": 2}, marks=slow),
-        pytest.param(4, 2, "v-half/vocab-2", TENSOR, marks=slow),
+        pytest.param(4, 2, "1f1b/vocab-2", TENSOR, marks=slow),
     ],
 )
 def test_conversations_train_as_in_plain_megatron(conversations, ranks, size, method, options):

@@ -29,7 +29,8 @@ from tests.mcore.case_parts import (
 )
 from tests.mcore.comparison import assert_equal
 
-JOBS = 40
+JOBS = (3, 5, 6, 7, 8, 11, 12, 15, 19, 20, 27, 28, 32, 34, 35, 39)
+"""With every feature below, and every schedule with and without whole layers and with vocabulary shards of any size."""
 ROWS = 40
 """Of a vocabulary that is cut at random places."""
 NO_GRADIENT = "k_layernorm.bias"
@@ -210,7 +211,7 @@ def random_job(number: int) -> RandomJob:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(JOBS))
+@pytest.mark.parametrize("number", JOBS)
 def test_every_step_equals_plain_megatron(number):
     job = random_job(number)
     plain = train(job.ranks, comparable_model(**job.options), masked=job.masked)

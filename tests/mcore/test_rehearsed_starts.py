@@ -17,19 +17,19 @@ DATA = {"mock_data": None, "split": "8,1,1", "eval_iters": 1}
 BY_SPLIT = {**DATA, "split": None, "per_split_data_args_path": "{data}/sets.json"}
 BLEND = ["0.5", "{data}/a", "0.5", "{data}/b"]
 MOE = {"num_experts": 4, "moe_router_topk": 2, "disable_bias_linear": True}
-ROPE = {"position_embedding_type": "rope"}
+LATENT = {
+    "multi_latent_attention": True,
+    "position_embedding_type": "rope",
+    "core_attention": "sdpa",
+    "kv_lora_rank": 16,
+}
 SAVED = {"save": "{folder}/save", "save_interval": 100}
 
 STARTS = {
-    "one dataset": {**DATA, "data_path": "{data}/a"},
-    "a blend": {**DATA, "data_path": BLEND},
+    "a blend in a cache": {**DATA, "data_path": BLEND, "data_cache_path": "{folder}/cache"},
     "datasets by split": BY_SPLIT,
-    "a cache": {**DATA, "data_path": "{data}/a", "data_cache_path": "{folder}/cache"},
-    "a save folder": SAVED,
     "a save folder to load from": {**SAVED, "load": "{folder}/save"},
-    "experts": MOE,
-    "latent attention": {"multi_latent_attention": True, **ROPE, "core_attention": "sdpa", "kv_lora_rank": 16},
-    "distributed optimizer in bf16": {"use_distributed_optimizer": True, "bf16": True, "overlap_grad_reduce": True},
+    "experts in bf16": {**MOE, **LATENT, "use_distributed_optimizer": True, "bf16": True, "overlap_grad_reduce": True},
 }
 
 DIES = {
@@ -100,12 +100,15 @@ def words_of(changes, vocab_parallel, data, folder):
     return words
 
 
-@pytest.mark.parametrize("vocab_parallel", [False, True], ids=["plain", "vocab-parallel"])
-@pytest.mark.parametrize(
-    ("name", "started"),
-    [pytest.param(name, False, id=name) for name in DRAWN]
-    + [pytest.param(name, True, id=f"{name}, started", marks=pytest.mark.slow) for name in (*STARTS, *DIES)],
-)
+WAYS = ("plain", "vocab-parallel")
+CASES = [pytest.param(name, way == WAYS[1], False, id=f"{name}-{way}") for name in DRAWN for way in WAYS]
+CASES += [
+    pytest.param(name, turn % 2 > 0, True, id=f"{name}, started-{WAYS[turn % 2]}", marks=pytest.mark.slow)
+    for turn, name in enumerate((*STARTS, *DIES))
+]
+
+
+@pytest.mark.parametrize(("name", "vocab_parallel", "started"), CASES)
 def test_a_check_says_what_the_start_says(data, tmp_path, name, vocab_parallel, started):
     words = words_of(STARTS.get(name, DIES.get(name)), vocab_parallel, data, tmp_path)
     ((status, said),) = run_ranks(1, checked, words)

@@ -57,7 +57,6 @@ V_HALF = {"vocab_parallel": True, "vocab_parallel_algorithm": "vocab-1", "pipeli
 CASES = [
     pytest.param(VOCAB_2 | {"vocab_shards": "24,16"}, 1, True, 2, id="tied-tensor"),
     pytest.param(V_HALF, 2, False, 1, id="v-half"),
-    pytest.param(VOCAB_2, 1, False, 2, id="tensor", marks=pytest.mark.slow),
     pytest.param(VOCAB_2 | {"vocab_shards": "0,40"}, 1, False, 1, id="no rows", marks=pytest.mark.slow),
     pytest.param(V_HALF, 2, True, 2, id="v-half-tied-tensor", marks=pytest.mark.slow),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from itertools import permutations, product
@@ -259,14 +259,18 @@ def rank_iterations(
 QUICK = {("1f1b", "vocab-1", 2), ("zb-h1", "vocab-2", 2), ("v-half", "vocab-1", 2), ("interlaced", "interlaced", 2)}
 
 
-def cases() -> Iterator[object]:
-    for ranks in (2, 3, 4):
-        for name, method in (*product(SCHEDULES, ["vocab-1", "vocab-2"]), ("interlaced", "interlaced")):
-            marks = [] if (name, method, ranks) in QUICK else [pytest.mark.slow]
-            yield pytest.param(name, method, ranks, marks=marks)
+def cases(turns: Iterable[int], *before: object, each: int = 1) -> list[object]:
+    """The quick ones, and every schedule once in `each` turns: methods and numbers of ranks follow each other."""
+    found = dict.fromkeys(sorted(QUICK), ())
+    for turn, (place, name) in product(turns, enumerate([*SCHEDULES, "interlaced"])):
+        if (place + turn // 2) % each:
+            continue
+        method = name if name == "interlaced" else f"vocab-{1 + (place + turn) % 2}"
+        found.setdefault((name, method, 2 + (place + turn) % 3), pytest.mark.slow)
+    return [pytest.param(*before, *case, marks=marks) for case, marks in found.items()]
 
 
-@pytest.mark.parametrize(("name", "method", "ranks"), list(cases()))
+@pytest.mark.parametrize(("name", "method", "ranks"), cases(range(2)))
 def test_everything_is_ordered_and_kept_alive(name, method, ranks):
     iterations_of_all(name, method, ranks)
 
@@ -448,8 +452,11 @@ def together(
         world.run(rank_main)
 
 
-@pytest.mark.parametrize(("name", "method", "ranks"), list(cases()))
-@pytest.mark.parametrize("cause", Cause, ids=lambda cause: cause.name)
+@pytest.mark.parametrize(
+    ("cause", "name", "method", "ranks"),
+    [case for turn, cause in enumerate(Cause) for case in cases([turn], cause, each=2)],
+    ids=lambda value: value.name if isinstance(value, Cause) else None,
+)
 def test_hosts_may_wait_for_their_devices(cause, name, method, ranks):
     world = World(ranks, frozenset([cause]))
     together(name, method, ranks, world)
