@@ -53,10 +53,13 @@ if [[ $quick == no && $# -gt 0 ]]; then
 fi
 
 rank_tests=(tests/harness tests/mcore)
+# Besides what mostly waits, files that would make the tests under Megatron the last to end.
 waiting_tests=(
     tests/gpu
     tests/mcore/test_bad_numbers.py
+    tests/mcore/test_checkpoints.py
     tests/mcore/test_faults.py
+    tests/mcore/test_installed.py
     tests/mcore/test_save_faults.py
     tests/mcore/test_save_folder.py
     tests/runtime
