@@ -16,9 +16,9 @@ from tests.mcore import own_loop, token_loop
 BOUND = 1e-6
 slow = pytest.mark.slow
 
-POLICY = {"temperature": 0.7, "entropy": True}
+POLICY = {"temperature": 2.0, "entropy": True}
 BONUS = {"temperature": 0.3, "entropy_gradient": True}
-ALONE = {"temperature": 2.0}
+ALONE: dict = {}
 ONE, TWO = ({"vocab_parallel": True, "vocab_parallel_algorithm": f"vocab-{index}"} for index in (1, 2))
 
 
@@ -27,22 +27,7 @@ def _plain(ranks, chunks, tied, lengths=None, mup=False):
     requests = (POLICY, BONUS, ALONE)
     options = token_loop.MUP if mup else {}
     found = run_ranks(ranks, token_loop.train, None, requests, chunks, tied, 1, True, lengths=lengths, **options)
-    return {str(request): _merged([rank[index] for rank in found]) for index, request in enumerate(requests)}
-
-
-def _merged(ranks, tensor=1):
-    """The gradients of all ranks by name, shards joined, and the reports of both calls."""
-    whole, reports = {}, []
-    for found, *told in ranks:
-        for name, value in found.items():
-            cut = "word_embeddings" in name or "output_layer" in name
-            if cut and name in whole and len(whole[name]) < own_loop.VOCAB:
-                value = np.concatenate([whole[name], value])
-            elif tensor > 1 and name in whole and not cut:
-                continue
-            whole[name] = value
-        reports = [each or own for each, own in zip(told, reports or told, strict=True)]
-    return whole, reports
+    return {str(request): token_loop.merged([rank[index] for rank in found]) for index, request in enumerate(requests)}
 
 
 def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options):
@@ -51,7 +36,7 @@ def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options)
     data = options.get("data", 1)
     ours, ranks = ours[::data], ranks // data
     for index, request in enumerate(requests):
-        found, told = _merged([rank[index] for rank in ours], tensor)
+        found, told = token_loop.merged([rank[index] for rank in ours], tensor)
         # An interleaved model has the initial weights of Megatron's.
         as_megatron = 1 if (settings or {}).get("pipeline_schedule", "interleaved") != "interleaved" else chunks
         expected, reports = _plain(ranks // tensor, as_megatron, tied, options.get("lengths"), "use_mup" in options)[
@@ -80,10 +65,13 @@ CASES = [
     (TWO, [POLICY, ALONE], 2, 1, False, 1, False),
     (ONE | {"pipeline_schedule": "v-half"}, [BONUS, POLICY], 2, 2, False, 1, True),
     (None, [BONUS, POLICY], 2, 1, False, 1, True),
-    ({"pipeline_schedule": "v-half"}, [BONUS], 2, 2, False, 1, True),
+    ({"pipeline_schedule": "v-half"}, [BONUS, ALONE], 2, 2, False, 1, True),
     (TWO | {"pipeline_schedule": "zb-h1", "vocab_shards": "8,32"}, [POLICY], 2, 1, True, 1, True),
     (ONE, [BONUS], 2, 2, False, 1, False),
     (TWO, [POLICY], 2, 1, False, 1, "verl"),
+    (TWO, [ALONE], 2, 1, False, 1, "nemo"),
+    pytest.param(ONE, [BONUS], 2, 1, False, 1, "verl", marks=slow),
+    pytest.param({"pipeline_schedule": "v-half"}, [ALONE], 2, 2, False, 1, "nemo", marks=slow),
     *(
         pytest.param(method | {"pipeline_schedule": name}, requests, ranks, chunks, tied, 1, inside, marks=slow)
         for method, requests in ((ONE, [BONUS, POLICY, ALONE]), (TWO, [POLICY, ALONE]))

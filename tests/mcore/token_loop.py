@@ -8,7 +8,9 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from tests.harness.ranks import process_group
@@ -26,6 +28,7 @@ def samples(lengths=None, cut=False):
     for microbatch in range(MICROBATCHES):
         text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
         mask = torch.rand(BATCH, SEQUENCE, generator=generator) < (0 if microbatch == SILENT else 0.7)
+        mask[:, -1] = False
         labels = torch.where(mask | (torch.arange(SEQUENCE) % 3 > 0), text[:, 1:], -100)
         sample = text[:, :-1].contiguous(), labels, mask, torch.randn(BATCH, SEQUENCE, generator=generator)
         if lengths is not None:
@@ -65,6 +68,9 @@ def forward_step(request, whole, inside, iterator, model):
     from megatron_vp import TokenOutputs, token_log_probs
 
     asked = {"output_processor": token_log_probs, "output_processor_context": request}
+    if inside == "nemo":
+        output = model(ids, places, None, labels=ids, fp32_output=False, return_logprobs_for_linear_ce_fusion=True)
+        return output, lambda given: trained(model, mask, loss(torch.nn.functional.pad(given, (0, 1)), None))
     if inside == "verl":
         from verl.models.mcore.model_forward_fused import FusedOutputProcessorContext, fused_output_processor
 
@@ -102,6 +108,21 @@ def as_in_verl():
     return mock.patch.dict(sys.modules, {module.__name__: module})
 
 
+def as_in_nemo_rl():
+    """NeMo-RL's patch of Megatron's model, without the log-probabilities that it computes itself."""
+    megatrons = GPTModel.forward
+
+    def forward(self, ids, places, mask, labels=None, *, return_logprobs_for_linear_ce_fusion=False):
+        assert not return_logprobs_for_linear_ce_fusion
+        return megatrons(self, ids, places, mask, labels=labels)
+
+    both = {"forward": forward, "_original_forward_for_linear_ce_fusion": megatrons}
+    return mock.patch.multiple(GPTModel, create=True, **both)
+
+
+PACKAGES = {"verl": as_in_verl, "nemo": as_in_nemo_rl}
+
+
 def started(ranks, settings, chunks, tied, tensor, **options):
     import megatron_vp
     from megatron_vp.mcore import patch_table, patches
@@ -133,23 +154,44 @@ def train(
 
     from megatron_vp import TokenRequest
 
-    with process_group(rank, world), as_in_verl() if inside == "verl" else nullcontext():
+    with process_group(rank, world), PACKAGES.get(inside, nullcontext)():
         model, results = started(world // tensor // data, settings, chunks, tied, tensor, **options), []
         for asked in requests:
             request = TokenRequest(**asked)
             told = call(model, request, whole, inside, forward_only=True, lengths=lengths)
             for part in model:
                 part.zero_grad_buffer()
-            reports, found = call(model, request, whole, inside, lengths=lengths), {}
-            for core in (part.module for part in model):
-                for name, parameter in core.named_parameters():
-                    if name.startswith("decoder.layers."):
-                        index, _, rest = name.removeprefix("decoder.layers.").partition(".")
-                        name = f"{core.decoder.layers[int(index)].layer_number - 1}.{rest}"
-                    found[name] = parameter.main_grad.numpy().copy()
-            results.append((found, told, reports))
+            reports = call(model, request, whole, inside, lengths=lengths)
+            results.append((gradients(model), told, reports))
         assert threading.active_count() == 1 or not [t for t in threading.enumerate() if "forward_step" in t.name]
         return results
+
+
+def gradients(model):
+    """The gradients of the chunks of a model, by global name."""
+    found = {}
+    for core in (part.module for part in model):
+        for name, parameter in core.named_parameters():
+            if name.startswith("decoder.layers."):
+                index, _, rest = name.removeprefix("decoder.layers.").partition(".")
+                name = f"{core.decoder.layers[int(index)].layer_number - 1}.{rest}"
+            found[name] = parameter.main_grad.numpy().copy()
+    return found
+
+
+def merged(ranks, tensor=1):
+    """The gradients of all ranks by name, shards joined, and the reports of both calls."""
+    whole, reports = {}, []
+    for found, *told in ranks:
+        for name, value in found.items():
+            cut = "word_embeddings" in name or "output_layer" in name
+            if cut and name in whole and len(whole[name]) < VOCAB:
+                value = np.concatenate([whole[name], value])
+            elif tensor > 1 and name in whole and not cut:
+                continue
+            whole[name] = value
+        reports = [each or own for each, own in zip(told, reports or told, strict=True)]
+    return whole, reports
 
 
 VARIABLE = {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core.utils import unwrap_model
 
 from megatron_vp.errors import UserError
+from megatron_vp.mcore.model.model_check import BEHIND_NEMO_RL
 from megatron_vp.mcore.training.suspended import WAITS, Suspended
-from megatron_vp.mcore.training.token_outputs import request_in
+from megatron_vp.mcore.training.token_outputs import request_in, token_log_probs
 from megatron_vp.runtime.buffers import Shapes
+
+_NEXT_TOKENS = "return_logprobs_for_linear_ce_fusion"
+"""The keyword by which NeMo-RL's own `GPTModel.forward` returns the log-probability of every token but the first,
+[b, s - 1], from labels that are the token ids.
+"""
 
 
 class Placeholder(torch.Tensor):
@@ -70,14 +78,26 @@ class Capture:
 
     bound: the arguments of the chunk's `forward`.
     suspended: the call of `forward_step`, if it waits for the model's output; `loss_func` is None.
+    next_tokens: whether `forward_step` is NeMo-RL's, and asks for the log-probabilities of the next tokens.
     """
 
-    def __init__(self, bound: inspect.BoundArguments, loss_func: Any, suspended: Suspended | None = None) -> None:
+    def __init__(
+        self,
+        bound: inspect.BoundArguments,
+        loss_func: Any,
+        suspended: Suspended | None = None,
+        next_tokens: bool = False,
+    ) -> None:
         self._bound, self.loss_func, self.suspended = bound, loss_func, suspended
+        self._next_tokens = next_tokens
+        if next_tokens:
+            bound.arguments |= {"labels": self.argument("labels").roll(-1, 1), "output_processor": token_log_probs}
         self.request = request_in(self.argument("output_processor"), self.argument("output_processor_context"))
 
     def finish(self, output: Any) -> tuple[Any, Callable[..., Any]]:
         """Return what `forward_step` returns when the model returns `output`."""
+        if self._next_tokens:
+            output = output.log_probs[:, :-1]
         return (output, self.loss_func) if self.suspended is None else self.suspended.resume(output)
 
     def argument(self, name: str) -> Any:
@@ -99,7 +119,9 @@ class Capture:
     def run(self, model: torch.nn.Module, options: dict[str, Any], **replaced: Any) -> torch.Tensor:
         """Call the model with the captured arguments, except those that are `replaced`, and further `options`."""
         call = inspect.BoundArguments(self._bound.signature, self._bound.arguments | replaced)
-        return model(*call.args[1:], **call.kwargs, **options)
+        own = type(unwrap_model(model))
+        with mock.patch.object(own, "forward", getattr(own, BEHIND_NEMO_RL)) if self._next_tokens else nullcontext():
+            return model(*call.args[1:], **call.kwargs, **options)
 
 
 def capture(
@@ -155,14 +177,17 @@ def _captured(step: Callable[[], Any], data_iterator: Any, model: torch.nn.Modul
     # the model. Remove the recorded call from the probe, so that the call's attention mask can be freed.
     args, kwargs = probe.calls.pop()
     core = unwrap_model(model)
+    kwargs.pop("fp32_output", None)  # An argument of Megatron's wrapper for logits. Our outputs are fp32.
+    next_tokens = kwargs.pop(_NEXT_TOKENS, False)
     try:
-        bound = inspect.signature(type(core).forward).bind_partial(None, *args, **kwargs)
+        forward = getattr(type(core), BEHIND_NEMO_RL if next_tokens else "forward")
+        bound = inspect.signature(forward).bind_partial(None, *args, **kwargs)
     except TypeError as error:
         raise UserError(
             f"this forward_step does not call the model as Megatron defines it ({error}): leave out the arguments that "
             f"{type(core).__name__}.forward does not have, or leave --vocab-parallel and --pipeline-schedule out"
         ) from None
-    captured = Capture(bound, loss_func, suspended)
+    captured = Capture(bound, loss_func, suspended, next_tokens)
     if captured.argument("decoder_input") is not None:
         raise UserError(
             "this forward_step calls the model with decoder_input (embeddings computed outside the model), which is "

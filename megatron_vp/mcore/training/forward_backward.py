@@ -62,10 +62,10 @@ def forward_backward(
     Raises:
         UserError: if our schedules do not support an argument.
     """
-    if collect_non_loss_data or adjust_tensor_shapes_fn is not None:
-        given = "collect_non_loss_data" if collect_non_loss_data else "adjust_tensor_shapes_fn (distillation)"
-        raise UserError(f"{given} is not supported by our schedules: {_LEAVE_OUT}")
     gradients = not forward_only
+    if adjust_tensor_shapes_fn is not None or (collect_non_loss_data and gradients):
+        given = "collect_non_loss_data without forward_only" if collect_non_loss_data else "adjust_tensor_shapes_fn"
+        raise UserError(f"{given} is not supported by our schedules: {_LEAVE_OUT}")
     chunks = model if isinstance(model, list) else [model]
     built = _model(chunks, gradients)
     shards, pipeline, config = built.layer_shards(), built.pipeline, get_model_config(chunks[0])
@@ -85,6 +85,7 @@ def forward_backward(
         gradients,
         groups.cp,
         first_val_step,
+        collect_non_loss_data,
     )
     # Options such as --rank-report time the passes and the communication of training iterations.
     watched = watch(built.job, pipeline.groups.pipeline) if gradients else None
@@ -197,7 +198,7 @@ def _settled(
             f"a loss that depends on the entropy is not supported by {schedule.vocab}, which reduces the input "
             "gradient before it knows the entropy: use --vocab-parallel-algorithm vocab-1, or entropy_gradient=False"
         )
-    return replace(shards, loss=TokenLoss(**vars(request))), replace(shapes, values=1 + request.entropy_gradient)
+    return replace(shards, loss=TokenLoss(**vars(request))), replace(shapes, values=1 + bool(request.entropy_gradient))
 
 
 def _planned(

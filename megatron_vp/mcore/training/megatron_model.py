@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from megatron_vp.mcore.training.token_outputs import (
     token_log_probs,
 )
 from megatron_vp.runtime.buffers import Shapes
-from megatron_vp.schedule.passes import PassKind, Schedule
+from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
 
 
 class MegatronModel:
@@ -41,6 +43,7 @@ class MegatronModel:
             `align_grad_reduce`.
         context_group: the context-parallel group, whose ranks share each sequence.
         first_val_step: as Megatron passes it; False in evaluation if cached quantised weights are still valid.
+        collects: whether the loss function returns data instead of a loss, as with Megatron's `collect_non_loss_data`.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class MegatronModel:
         gradients: bool,
         context_group: dist.ProcessGroup,
         first_val_step: bool | None = None,
+        collects: bool = False,
     ) -> None:
         self._config = get_model_config(chunks[0])
         # If Megatron aligns gradient synchronisation between ranks, only the first rank starts the synchronisation
@@ -65,7 +69,7 @@ class MegatronModel:
         self._agreed, self._rank, self._runs_loss = False, rank, rank == len(schedule.ranks) - 1
         self._chunks = [_Chunk(*each) for each in zip(chunks, data_iterators, held, strict=True)]
         self._forward_step, self._schedule, self._shapes = forward_step, schedule, shapes
-        self._gradients, self._context_group = gradients, context_group
+        self._gradients, self._context_group, self._collects = gradients, context_group, collects
         self._replays_graphs = gradients and self._config.cuda_graph_impl == "transformer_engine"
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights(schedule, rank)
@@ -151,7 +155,7 @@ class MegatronModel:
         part.core.set_input_tensor(None)
         if part.core.post_process:
             # Copy the output, because `release_output` may free its data.
-            output = output.float().clone()
+            output = output.float().clone(memory_format=torch.contiguous_format)
         elif output is taken or self._keeps_outputs:
             # The output is the input of a hybrid segment without layers, or a buffer of Megatron's CUDA graph, which
             # `release_output` must not free.
@@ -215,7 +219,10 @@ class MegatronModel:
             given = labels_bs, captured.argument("loss_mask"), self._config, self._context_group
             packed = captured.argument("packed_seq_params")
             next_loss_bs = with_further_predictions(token_loss_bs, target_is_argmax_bs, *given, packed)
-        loss, token_count = self._calculate_loss(part, *captured.finish(next_loss_bs))
+        output, loss_func = captured.finish(next_loss_bs)
+        if self._collects:
+            loss_func = partial(_collected, loss_func)
+        loss, token_count = self._calculate_loss(part, output, loss_func)
         self.tokens_seen += token_count
         # A microbatch without a response may have a loss that depends on no log-probability.
         if self._gradients and (self.request is None or loss.requires_grad):
@@ -266,6 +273,9 @@ class MegatronModel:
         while chunk.captured <= microbatch:
             suspends = self._runs_loss and chunk is self._chunks[-1] and may_be_requested()
             captured = capture(self._forward_step, chunk.data_iterator, chunk.model, suspends=suspends)
+            if captured.request is not None and captured.request.entropy_gradient is None:
+                supported = self._schedule.vocab in (VocabMethod.NONE, VocabMethod.VOCAB_1)
+                captured.request = replace(captured.request, entropy_gradient=supported)
             chunk.captures[chunk.captured] = captured
             if self._agreed:
                 self._check(chunk, chunk.captured)
@@ -333,6 +343,11 @@ def late_weights(schedule: Schedule, rank: int) -> frozenset[tuple[int, int]]:
         elif step.kind is PassKind.W and latest != which:
             late.add(which)
     return frozenset(late)
+
+
+def _collected(loss_func: Callable[..., Any], output: Any) -> tuple[torch.Tensor, Any]:
+    """Call a loss function that returns data instead of a loss. Return a loss of 0, and the data as its report."""
+    return torch.zeros([]), loss_func(output, non_loss_data=True)
 
 
 class _Chunk:

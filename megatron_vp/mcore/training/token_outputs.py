@@ -42,17 +42,18 @@ class TokenRequest:
     Args:
         temperature: divides the logits.
         entropy: whether to compute the entropy of every token's softmax.
-        entropy_gradient: whether the loss depends on the entropy; implies `entropy`.
+        entropy_gradient: whether the loss depends on the entropy; implies `entropy`. None, in a request that we
+            translate, stands for True with methods that support it.
     """
 
     temperature: float = 1.0
     entropy: bool = False
-    entropy_gradient: bool = False
+    entropy_gradient: bool | None = False
 
     def __post_init__(self) -> None:
         if not 0 < self.temperature < float("inf"):
             raise UserError(f"a TokenRequest has temperature={self.temperature}: give a positive number")
-        object.__setattr__(self, "entropy", self.entropy or self.entropy_gradient)
+        object.__setattr__(self, "entropy", self.entropy or bool(self.entropy_gradient))
 
 
 @dataclass
@@ -77,7 +78,7 @@ def request_in(processor: Any, context: Any) -> TokenRequest | None:
     if processor is None:
         return None
     if (getattr(processor, "__module__", ""), getattr(processor, "__qualname__", "")) == _VERL:
-        return TokenRequest(context.temperature, entropy=True)
+        return TokenRequest(context.temperature, entropy=True, entropy_gradient=None)
     if processor is not token_log_probs:
         raise UserError(
             f"this forward_step passes output_processor={getattr(processor, '__qualname__', processor)} to the model, "
@@ -99,8 +100,8 @@ def check_entropies(gradient: torch.Tensor | None, request: TokenRequest | None)
     def judge() -> None:
         if depends:
             raise UserError(
-                "the loss depends on the entropy, but the TokenRequest has entropy_gradient=False: set it to True, or "
-                "detach the entropy"
+                "the loss depends on the entropy, but the TokenRequest has entropy_gradient=False: set it to True "
+                "(with verl, use --vocab-parallel-algorithm vocab-1), or detach the entropy"
             )
 
     defer(judge)
