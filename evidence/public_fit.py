@@ -23,9 +23,9 @@ from megatron_vp.cost.planning.workers import worker_pool
 MOVED = 0.02
 """Each constant is changed by this fraction to measure how the errors depend on it."""
 
-SPREAD, NOISE = 0.05, 0.06
-"""Standard deviation of the prior for the logarithm of each constant, and standard deviation of the logarithmic error
-that a run would have even with exact constants.
+SPREAD, UNKNOWN, NOISE = 0.05, 0.3, 0.06
+"""Standard deviations of the prior for the logarithm of a constant that others measured and of one that nobody did,
+and of the logarithmic error that a run would have even with exact constants.
 """
 
 NINETY = 1.645
@@ -34,19 +34,22 @@ NINETY = 1.645
 
 @dataclass(frozen=True)
 class Varied:
-    """A constant that is fitted; `times` returns the hardware with this constant multiplied by a factor."""
+    """A constant that is fitted; `times` returns the hardware with this constant multiplied by a factor. `spread` is
+    the standard deviation of the prior for its logarithm.
+    """
 
     name: str
     value: Callable[[Hardware], float]
     unit: str
     times: Callable[[Hardware, float], Hardware]
+    spread: float = SPREAD
 
 
-def _of_rates(name: str, scale: float, unit: str) -> Varied:
+def _of_rates(name: str, scale: float, unit: str, spread: float = SPREAD) -> Varied:
     def times(hardware: Hardware, factor: float) -> Hardware:
         return _with_rates(hardware, **{name: getattr(_rates(hardware), name) * factor})
 
-    return Varied(name, lambda hardware: getattr(_rates(hardware), name) / scale, unit, times)
+    return Varied(name, lambda hardware: getattr(_rates(hardware), name) / scale, unit, times, spread)
 
 
 def _nominal(name: str) -> Varied:
@@ -78,6 +81,9 @@ VARIED = (
     _nominal("memory_bandwidth"),
     _nominal("link_bandwidth"),
     _nominal("network_bandwidth"),
+    _of_rates("launches", 1e-3, "ms", UNKNOWN),
+    _of_rates("product", 1e-6, "us", UNKNOWN),
+    _of_rates("all_to_all", 1, "of the bandwidth", UNKNOWN),
 )
 """The constants that affect predictions most. Scaling a bandwidth has the same effect as scaling its efficiency."""
 
@@ -170,9 +176,7 @@ def fit_of(rows: Sequence[PublicRow], errors: np.ndarray, slopes: np.ndarray, ha
 
 
 def _solved(errors: np.ndarray, slopes: np.ndarray) -> np.ndarray:
-    """The changes of the constants' logarithms that minimise the squared errors, given a normal prior with mean 0 and
-    standard deviation SPREAD.
-    """
-    count = slopes.shape[1]
-    equations = np.vstack([slopes / NOISE, np.eye(count) / SPREAD])
-    return np.linalg.lstsq(equations, np.concatenate([-errors / NOISE, np.zeros(count)]), rcond=None)[0]
+    """The changes of the constants' logarithms that minimise the squared errors, given a normal prior with mean 0."""
+    spreads = [each.spread for each in VARIED]
+    equations = np.vstack([slopes / NOISE, np.diag(1 / np.array(spreads))])
+    return np.linalg.lstsq(equations, np.concatenate([-errors / NOISE, np.zeros(len(spreads))]), rcond=None)[0]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megatron_vp.cli.app import app
 from megatron_vp.cost.hardware.gpus import HARDWARE
-from megatron_vp.cost.layers.fp8 import quantised, refuse_fp8
+from megatron_vp.cost.layers.fp8 import cast_bytes, gathered_share, quantised, refuse_fp8
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.layer_operations import operations
 from megatron_vp.cost.layers.layer_types import stage_layers
@@ -44,6 +44,27 @@ TINY = {
 def test_bytes_of_an_element(recipe, gpu, moved, weight, inputs):
     found = quantised(Fp8Recipe(recipe), gpu)
     assert (found.moved, found.kept, found.columns or found.rows) == pytest.approx((moved, weight, inputs))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor", "up", "down"),
+    [
+        ("tensorwise", 1, (6, 6), (6, 6)),
+        ("tensorwise", 4, (5 / 4 + 2, 6), (6, 5 / 4 + 2)),  # quantised before the gather, transposed after it
+        ("delayed", 1, (2 - 1, 4), (4, 4)),  # the norm writes fp8: one byte less, and only the transpose remains
+        ("delayed", 4, (2 - 1 / 4, 4), (4, 3 / 4 + 2)),
+        ("blockwise", 4, ((4 + 2 / 32) / 4, 4 + 2 / 32), (4 + 2 / 32, (4 + 2 / 32) / 4)),
+    ],
+)
+def test_a_gathered_tensor_is_quantised_before_the_gather(recipe, tensor, up, down):
+    job = replace(JOB, fp8=Fp8Recipe(recipe), tensor=tensor, sequence_parallel=tensor > 1)
+    found = {op.name: op for op in operations(job) if op.matrix}
+    for name, each in (("up", up), ("down", down)):
+        matrix = found[name].matrix
+        sizes = matrix.tokens * matrix.inputs, matrix.tokens * matrix.outputs
+        moved = [count / size for count, size in zip(cast_bytes(job, found[name], H100), sizes, strict=True)]
+        assert moved == pytest.approx(each)
+    assert gathered_share(job, found["down"]) == (0.75 if tensor > 1 else 1)
 
 
 def test_small_products_in_fp8_wait_for_half_the_operands_and_the_whole_result():

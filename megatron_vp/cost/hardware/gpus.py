@@ -29,6 +29,13 @@ class Rates:
         and a head size of 128, counting only the causal half; None: use the shares of the paper's code.
     flash_attention_2: the same shares for FlashAttention 2; None: as fast as `attention`.
     gap: fixed seconds per pass; 0: use the gap of the paper's code.
+    launches: seconds in which the host launches the kernels of a forward through a layer with experts. A backward has
+        twice as many.
+    product: extra seconds per matrix product of an expert if a rank has several experts: for the product's launch, and
+        for a last wave of tiles that leaves SMs idle.
+    all_to_all: bandwidth of NCCL's all-to-all, relative to that of its rings and messages.
+
+    `evidence/calibrate.py` fits the last three to published runs on H100.
     """
 
     gemm: float
@@ -40,6 +47,9 @@ class Rates:
     gap: float = 0.0
     fp8_gemm: float = 0.0
     fp4_gemm: float = 0.0
+    launches: float = 2.88e-3
+    product: float = 20e-6
+    all_to_all: float = 0.5
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ fp8.
 With one scale per tensor, "in columns" means the transpose, which is needed on GPUs whose tensor cores multiply fp8 in
 only one layout. With one scale per block, "in columns" means that the tensor is quantised again, in blocks along its
 columns.
+
+With sequence parallelism, Transformer Engine quantises a tensor before it gathers it: every rank quantises its own
+tokens, and the gather moves narrow elements. A transpose follows the gather.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron_vp.cost.hardware.gpus import HARDWARE, Hardware
-from megatron_vp.cost.layers.layer_operations import operations
+from megatron_vp.cost.layers.layer_operations import Op, operations
 from megatron_vp.cost.layers.shapes import Fp8Recipe, Job
 from megatron_vp.errors import UserError
 
@@ -54,6 +57,38 @@ def quantised(recipe: Fp8Recipe, hardware: Hardware) -> Quantised:
     if recipe in _SCALES:
         return Quantised(read, *[element_bytes(recipe) + _SCALES[recipe]] * 2)
     return Quantised(read, 1.0, 0.0 if hardware.rates and hardware.rates.any_layout_fp8 else 1.0)
+
+
+FUSED = ("qkv", "in", "up")
+"""Products that Transformer Engine fuses with the norm before them, outside experts. With delayed scaling, the norm
+writes its result in fp8, one byte less per element, so that only the transpose remains of the cast.
+"""
+
+
+def cast_bytes(job: Job, op: Op, hardware: Hardware) -> tuple[float, float]:
+    """Bytes moved to quantise the input of a product in F, and the gradient of its result in B."""
+    assert job.fp8 and op.matrix
+    cast, matrix = quantised(job.fp8, hardware), op.matrix
+    parts, shared = job.tensor if job.sequence_parallel else 1, cast.moved
+    if parts > 1:
+        transposed = job.fp8 not in _SCALES
+        shared = (cast.read + cast.rows) / parts + 2 * cast.columns if transposed else cast.moved / parts
+    forward = backward = cast.moved
+    if op.waits == "tensor":
+        backward = shared
+    elif job.fp8 is Fp8Recipe.DELAYED and op.name in FUSED and not op.expert:
+        forward = 2 * cast.columns - 1 / parts
+    elif not op.expert and matrix.tokens == job.tokens:
+        forward = shared
+    each = matrix.tokens * matrix.copies
+    return forward * each * matrix.inputs, backward * each * matrix.outputs
+
+
+def gathered_share(job: Job, op: Op) -> float:
+    """Bytes of a sum over tensor ranks, relative to those in 16 bits: its gather, one half, moves narrow elements."""
+    if job.fp8 is None or not op.narrows or not job.sequence_parallel:
+        return 1.0
+    return 0.5 + 0.5 * element_bytes(job.fp8) / job.element_bytes
 
 
 def element_bytes(recipe: Fp8Recipe) -> float:

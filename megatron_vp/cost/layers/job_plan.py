@@ -79,8 +79,8 @@ def assumed(job: Job, hardware: Hardware) -> list[str]:
         )
     if job.graphs in ("local", "transformer_engine"):
         found.append(
-            f"--cuda-graph-impl {job.graphs} saves no time, because GPUs are assumed never to wait for launches, and "
-            "its static buffers take no memory"
+            f"--cuda-graph-impl {job.graphs} saves no time, because only its full_iteration is assumed to spare the "
+            "GPUs their waits for launches, and its static buffers take no memory"
         )
     if job.offloaded_modules:
         found.append("copies of --fine-grained-activation-offloading are hidden behind the passes")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.fp8 import gathered_share
 from megatron_vp.cost.layers.layer_operations import Op, distinct
 from megatron_vp.cost.layers.shapes import Job
 from megatron_vp.schedule import Channel, CollectiveKind, Placement, VocabMethod
@@ -146,7 +147,7 @@ class CommunicationModel:
     def wait(self, op: Op) -> float:
         """Seconds of exposed communication of one operation's forward."""
         if op.waits != "expert":
-            return self.tensor_sum if op.waits else 0.0
+            return self.tensor_sum * gathered_share(self.job, op) if op.waits else 0.0
         job, took = self.job, 0.0
         own = self.whole_hidden_bytes * job.model.experts_per_token * job.capacity / job.tensor
         if job.expert_tensor > 1:
@@ -168,8 +169,9 @@ class CommunicationModel:
         inside = ranks / nodes
         latency, far_share = (NETWORK_LATENCY if nodes > 1 else LATENCY), (nodes - 1) / nodes
         if not self.job.is_flexible:
-            far = count * far_share / self.bandwidth(False)
-            return latency + far + count * (inside - 1) / ranks / self.bandwidth(True)
+            share = self.hardware.rates.all_to_all if self.hardware.rates else 1.0
+            far, near = far_share / self.bandwidth(False), (inside - 1) / ranks / self.bandwidth(True)
+            return latency + count * (far + near) / share
         far = count * distinct(nodes, per_token) * far_share / self.bandwidth(False)
         return latency + max(far, count * distinct(ranks, per_token) * (inside - 1) / inside / self.bandwidth(True))
 

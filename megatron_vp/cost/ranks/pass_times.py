@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron_vp.cost.layers.fp8 import element_bytes, fp8_weights, quantised, rate_of
+from megatron_vp.cost.layers.fp8 import cast_bytes, element_bytes, fp8_weights, quantised, rate_of
 from megatron_vp.cost.layers.layer_operations import Matrix, Op, operations
 from megatron_vp.cost.layers.shapes import Fp8Recipe, Recompute
 from megatron_vp.cost.ranks.communication import CommunicationModel
@@ -41,17 +41,6 @@ SHARD_EMBEDDING_GRADIENT, WHOLE_EMBEDDING_GRADIENT = 8, 2
 """Bytes moved per element of an embedding's dense gradient. The gradient of a shard is filled with zeros and then added
 to the accumulated gradient, as published times of IB imply. The gradient of a whole embedding is only filled with
 zeros, as the published V-Half baselines imply.
-"""
-
-LAUNCHES = 0.4e-3
-"""Seconds that a layer with experts spends on work that is too small to keep a GPU busy: the router's top-k selection,
-token counts that the host waits for, and about a hundred kernel launches. In the backward, this work takes twice as
-long.
-"""
-
-PRODUCT = 20e-6
-"""Extra seconds per matrix product of an expert if a rank has several experts: for the product's launch, and for a last
-wave of tiles that leaves SMs idle. The value was chosen by hand; published runs on H100 suggest 15 to 30 microseconds.
 """
 
 OWN_SHARE = 0.4
@@ -116,7 +105,7 @@ class PassTimes(CommunicationModel):
         if recipe:
             rate, size, result = rate_of(recipe, self.hardware), element_bytes(recipe), 2.0  # see `refuse_fp8`
         moved = matrix.tokens * (size * matrix.inputs + result * matrix.outputs) * matrix.copies + size * matrix.weights
-        started = PRODUCT * matrix.copies if rates and matrix.copies > 1 else 0.0
+        started = rates.product * matrix.copies if rates and matrix.copies > 1 else 0.0
         return max(matrix.flops / rate + started, self.memory_time(moved))
 
     @property
@@ -134,15 +123,12 @@ class PassTimes(CommunicationModel):
             matrix, used = op.matrix, self.job.fp8 if op.narrows else None
             product, added = self.gemm_time(matrix, used), self.memory_time(self.accumulated * matrix.weights)
             if used:
-                cast = quantised(used, self.hardware)
-                moved += self.memory_time(cast.moved * matrix.tokens * matrix.inputs * matrix.copies)
-                back += self.memory_time(cast.moved * matrix.tokens * matrix.outputs * matrix.copies)
+                rows, columns = (self.memory_time(each) for each in cast_bytes(self.job, op, self.hardware))
+                moved, back = moved + rows, back + columns
         if op.scores:
             once, twice = self.attention(op.scores)
             # The backward sends keys and values again, and also their gradients.
             moved, back = moved + once + self.exposed_keys(once), back + twice + 2 * self.exposed_keys(twice / 2)
-        elif op.name == "router" and self.counted and self.job.graphs != "full_iteration":
-            moved, back = moved + LAUNCHES, back + 2 * LAUNCHES
         return Split(product + moved + wait, product + back + wait, product + added)
 
     def layer(self, kind: str = "t") -> Split:
@@ -158,7 +144,19 @@ class PassTimes(CommunicationModel):
             weights = self.memory_time(each * fp8_weights(job, kind))
         if job.recompute is Recompute.FULL:
             again += fitted + weights
-        return Split(forward + fitted + weights, backward + 2 * fitted + again, weight)
+        took = Split(forward + fitted + weights, backward + 2 * fitted + again, weight)
+        launches = self.launches(found)
+        return Split(max(took.F, launches.F), max(took.B, launches.B - took.W), took.W)
+
+    def launches(self, found: tuple[Op, ...]) -> Split:
+        """Seconds in which the host launches the kernels of a layer; B: of its whole backward. They are counted only
+        with experts, whose kernels are small and many. A pass takes at least as long.
+        """
+        if not self.counted or self.job.graphs == "full_iteration" or all(op.name != "router" for op in found):
+            return Split(0.0, 0.0, 0.0)
+        once = self.hardware.rates.launches if self.hardware.rates else 0.0
+        again = sum(op.again(self.job) for op in found) / len(found)
+        return Split(once, (2 + again) * once, 0.0)
 
     def fitted_bytes(self, found: Iterable[Op]) -> float:
         """Bytes that a layer's forward moves outside matrix products in addition to those of its operations.
