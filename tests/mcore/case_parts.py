@@ -270,9 +270,9 @@ SURVEY = {
 MOVES = tuple(
     Move(**row | {"others": others, "options": _named(row.pop("parts", "")) | row.get("options", {})})
     for turn, row in enumerate(_TABLES["moves"])
-    for others in [row["others"][turn % min(6, len(row["others"])) :: 6]]
+    for others in [row["others"][turn % min(8, len(row["others"])) :: 8]]
 )
-"""With every sixth of the other layouts: a model moves to each kind of them in some rows, and so does each option."""
+"""With every eighth of the other layouts: a model moves to each kind of them in some rows, and so does each option."""
 PROOFS: dict[str, str] = _TABLES["proofs"]
 """What tests outside of these matrices prove, and `file::function` under tests/."""
 NOT_YET = (

@@ -155,9 +155,7 @@ def test_a_fresh_run_starts_with_plain_megatrons_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "distributed"), [("vocabulary", True), ("adapted", False), ("all_but_projection", True)]
-)
+@pytest.mark.parametrize(("what", "distributed"), [("vocabulary", True), ("adapted", False)])
 def test_checkpoints_resume_exactly_and_move_to_plain_megatron_and_other_sizes(tmp_path, what, distributed):
     hook = getattr(frozen, what)
     options = {"use_distributed_optimizer": distributed, "dist_ckpt_optim_fully_reshardable": distributed}

@@ -26,7 +26,7 @@ slow = pytest.mark.slow
 # that a wrong term shows.
 CASES = [
     (2, "1f1b", "vocab-2", 0.2, 0.05, TIED),
-    pytest.param(2, "1f1b", "vocab-1", 0.0, 0.05, {}, marks=slow),
+    pytest.param(2, "interlaced", "vocab-1", 0.0, 0.05, {}, marks=slow),
     pytest.param(3, "1f1b", "vocab-2", 0.2, 0.0, {}, marks=slow),
     pytest.param(2, "interleaved", "vocab-2", 0.2, 0.05, PER_TOKEN, marks=slow),
     pytest.param(3, "v-half", "vocab-1", 0.2, 0.05, {}, marks=slow),

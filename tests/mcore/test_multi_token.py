@@ -32,7 +32,7 @@ slow = pytest.mark.slow
 # p, schedule, algorithm, heads beyond the first, options of both runs, options of the split one.
 CASES = [
     (2, "1f1b", "vocab-2", 2, TIED, {}),
-    pytest.param(3, "1f1b", "vocab-1", 1, PER_TOKEN, {}, marks=slow),
+    pytest.param(3, "interlaced", "vocab-1", 1, PER_TOKEN, {}, marks=slow),
     pytest.param(2, "v-half", "vocab-2", 2, MUP, {}, marks=slow),
     pytest.param(2, "1f1b", "vocab-2", 1, {}, {"pipeline_model_parallel_layout": "Et|tttmL"}, marks=slow),
 ]

@@ -28,8 +28,15 @@ SAVED = {"save": "{folder}/save", "save_interval": 100}
 STARTS = {
     "a blend in a cache": {**DATA, "data_path": BLEND, "data_cache_path": "{folder}/cache"},
     "datasets by split": BY_SPLIT,
-    "a save folder to load from": {**SAVED, "load": "{folder}/save"},
-    "experts in bf16": {**MOE, **LATENT, "use_distributed_optimizer": True, "bf16": True, "overlap_grad_reduce": True},
+    "experts in bf16": {
+        **MOE,
+        **LATENT,
+        **SAVED,
+        "load": "{folder}/save",
+        "use_distributed_optimizer": True,
+        "bf16": True,
+        "overlap_grad_reduce": True,
+    },
 }
 
 DIES = {

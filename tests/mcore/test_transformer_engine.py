@@ -44,7 +44,6 @@ ACTIVATIONS_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modul
 # (schedule, method, fused, version, what else is asked for); the first one runs by default.
 CASES = [
     ("zb-h1", "vocab-2", FUSED, NEWEST, {}),
-    ("v-half", "vocab-1", APART, NEWEST, {}),
     ("zb-v", None, FUSED, NEWEST, {**LLAMA, "recompute_granularity": "selective"}),
     ("1f1b", "vocab-2", FUSED, NEWEST, {**RECOMPUTED, **TENSOR_PARALLEL}),
     ("zb-h1", "vocab-2", APART, NEWEST, {**SHARDED, "use_cpu_initialization": True}),
@@ -107,7 +106,6 @@ ONE_ROUNDING = 2.0**-8
 IN_16_BITS = [
     ("zb-h1", None, FUSED, MINIMUM, {}),
     ("zb-h1", "vocab-2", FUSED, MEGATRON, {}),
-    ("v-half", None, APART, MEGATRON, LLAMA),
     ("v-min", None, FUSED, NEWEST, SEQUENCE_PARALLEL),
 ]
 
