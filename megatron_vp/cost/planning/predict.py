@@ -87,7 +87,7 @@ class Prediction:
         """The largest peak of any rank in bytes, as counted by PyTorch's allocator."""
         return max(rank.allocated for rank in self.memory)
 
-    @property
+    @cached_property
     def peak_memory(self) -> float:
         """Bytes that the fullest rank needs."""
         return max(rank.total for rank in self.memory)
