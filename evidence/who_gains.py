@@ -76,13 +76,14 @@ def rows(cases: Sequence[Case], budget: int | None = None) -> Iterator[dict[str,
     """
     for case in cases:
         config, hardware, _, memory = read_cluster([], case.flags(), case.hardware, None, None)
+        earlier = None
         for limit in (memory, memory / 2):
             try:
-                answer = answer_for(config, hardware, case.gpus, limit, searching=True, budget=budget)
+                answer = answer_for(config, hardware, case.gpus, limit, True, budget=budget, earlier=earlier)
             except UserError as error:
                 print(f"{case.name} within {limit / GIB:.0f} GiB: {error}", file=sys.stderr)
                 continue
-            verdict = answer.document()["verdict"]
+            earlier, verdict = answer.search, answer.document()["verdict"]
             yield {
                 "model": case.name,
                 "gpus": case.gpus,

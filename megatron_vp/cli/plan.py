@@ -120,8 +120,12 @@ def answer_for(
     keep: Sequence[str] = (),
     budget: int | None = None,
     offload: bool = False,
+    earlier: Search | None = None,
 ) -> Answer:
-    """Compare the ways to train a job within `limit` bytes per rank. Raises UserError; also if nothing fits."""
+    """Compare the ways to train a job within `limit` bytes per rank. Raises UserError; also if nothing fits.
+
+    earlier: a search of the same job within another limit.
+    """
     from megatron_vp.cost.layers.job_plan import chunks_given, plan_of
     from megatron_vp.cost.layers.shapes import Plan
     from megatron_vp.cost.planning.candidates import check_pipeline, placed_heads
@@ -147,7 +151,7 @@ def answer_for(
                 flagged.append(own_plan(config | {"vocab_parallel": True}, job, hardware, limit))
     chunks, progress = chunks_given(config) or 2, progress_lines()
     search = Search(
-        tried, hardware, limit, budget or BUDGET, chunks, offload, given, flagged, config, progress=progress
+        tried, hardware, limit, budget or BUDGET, chunks, offload, given, flagged, earlier, config, progress=progress
     )
     return Answer(config, search.run(), search.verdict, searching, refused)
 

@@ -70,6 +70,7 @@ class Search:
     offload: whether to also try offloading activations to host memory.
     given: the job and the plan that its configuration describes; this run is always simulated.
     flagged: plans of that job with flags of ours, which are always simulated, too.
+    earlier: a search that differs only in its limit; its bounds and simulations are used again.
     arguments: the job's arguments; runs that refuse one of them are left out (see `refusal`).
     progress: called with the name of the current step, the number of its tasks that are done, and their total.
     found: simulated runs, fastest first.
@@ -86,6 +87,7 @@ class Search:
     offload: bool = False
     given: tuple[Job, Plan] | None = None
     flagged: Sequence[Plan] = ()
+    earlier: Search | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     progress: Callable[[str, int, int], None] = lambda what, done, of: None
     found: list[Prediction] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Search:
     untried: list[Option] = field(default_factory=list)
 
     pool: Executor = field(init=False, repr=False)
+    options: list[Option] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.front, self.spent = Front(self.limit), 0
@@ -160,15 +163,18 @@ class Search:
         """All options with other sizes than the job's own or with offloaded chunks: those that probably fit first, then
         by their bounds.
         """
-        tried = [(index, each) for index, each in enumerate(self.tried) if self.offload or each.settings]
-        listed = [
-            self.pool.submit(bounded_options, index, each, self.hardware, self.chunks, self.offload)
-            for index, each in tried
-        ]
-        for done, _ in enumerate(as_completed(listed), start=1):
-            self.progress("bounds", done, len(listed))
-        found = (option for future in listed for option in future.result())
-        return sorted(found, key=lambda option: (option.bound.expected > self.limit, option))
+        if self.earlier is None:
+            tried = [(index, each) for index, each in enumerate(self.tried) if self.offload or each.settings]
+            listed = [
+                self.pool.submit(bounded_options, index, each, self.hardware, self.chunks, self.offload)
+                for index, each in tried
+            ]
+            for done, _ in enumerate(as_completed(listed), start=1):
+                self.progress("bounds", done, len(listed))
+            self.options = [option for future in listed for option in future.result()]
+        else:
+            self.options = self.earlier.options
+        return sorted(self.options, key=lambda option: (option.bound.expected > self.limit, option))
 
     def _simulate(
         self,
@@ -182,6 +188,7 @@ class Search:
         """
         turns, left = deque(options), list[Option]()
         together = TOGETHER if until < math.inf else len(options)
+        known = {(each.job, each.plan): each for each in (self.earlier.found if self.earlier else ())}
         while turns and self.spent < until:
             batch: list[tuple[Option, Future[list[Prediction] | str]]] = []
             while turns and self.spent < until and len(batch) < together:
@@ -192,9 +199,13 @@ class Search:
                 elif self.arguments and (reason := refusal({**self.arguments, **variant.settings}, plan)):
                     self._settle(option, reason)
                 else:
-                    found = self.pool.submit(evaluations, plan, variant.job, self.hardware, self.limit)
+                    found, costs = Future[list[Prediction] | str](), BALANCED if is_balanced(plan, variant.job) else 1
+                    if costs == 1 and (again := known.get((variant.job, plan))):
+                        found.set_result([again])
+                    else:
+                        found = self.pool.submit(evaluations, plan, variant.job, self.hardware, self.limit)
                     batch.append((option, found))
-                    self.spent += BALANCED if is_balanced(plan, variant.job) else 1
+                    self.spent += costs
             for done, (option, future) in enumerate(batch, start=len(options) - len(turns) - len(batch) + 1):
                 self._settle(option, future.result())
                 self.progress(what, done, len(options))
