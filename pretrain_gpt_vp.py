@@ -170,8 +170,12 @@ def loss_func(loss_mask: torch.Tensor, token_loss: torch.Tensor) -> tuple[torch.
     return loss, tokens, {"lm loss": torch.cat([loss.detach().clone().view(1), tokens.view(1)])}
 
 
-def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, partial]:
-    """Run the model on one microbatch. Returns the output, and the loss function for the output of the last stage."""
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> tuple[Any, partial]:
+    """Run the model on one microbatch. Returns the output, and the loss function for the output of the last stage.
+
+    With `return_schedule_plan`, as Megatron's own schedules call it for --overlap-moe-expert-parallel-comm, return the
+    plan of the model's layers instead of the output.
+    """
     args, timers = get_args(), get_timers()
     timers("batch-generator", log_level=2).start()
     size = args.micro_batch_size if model.training else args.eval_micro_batch_size
@@ -181,7 +185,8 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     if packed is not None and model.training and not vp_stage:
         update_seqlen_stats_from_cu_seqlens(boundaries[0].squeeze(0))  # for Megatron's FLOP count
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(loss_func, loss_mask)
 
 

@@ -98,5 +98,6 @@ def _table(found: Replayed) -> str:
     ]
     if not on_a_device:
         lines.append("activations and buffers: not measured without a GPU; --shapes-only counts their bytes")
-    lines.append(f"to simulate with these times: megatron-vp schedule ... --cost {found.costs()}")
+    if not any("|" in kind for kind in found.pass_milliseconds):  # Then F and B have not all run alone.
+        lines.append(f"to simulate with these times: megatron-vp schedule ... --cost {found.costs()}")
     return "\n".join(lines)

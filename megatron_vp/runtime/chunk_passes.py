@@ -10,7 +10,7 @@ import torch
 from megatron_vp.runtime.iteration import Handler, Iteration
 from megatron_vp.runtime.offload import Offload
 from megatron_vp.runtime.store import Slot
-from megatron_vp.schedule.passes import PassKind
+from megatron_vp.schedule.passes import Pass, PassKind
 
 
 class ChunkPasses:
@@ -68,14 +68,37 @@ class ChunkPasses:
         if gradient_bs is not None:
             self._store.put(Slot.TOKEN_GRADIENT, microbatch, gradient_bs.contiguous(), at=self._last)
 
+    def run_pair(self, forward: Pass, backward: Pass) -> None:
+        """Run a forward and the backward of another microbatch as one; offloading excludes pairs."""
+        _, microbatch, chunk = backward
+        labels = self._travelled_labels(*forward[1:])
+        leaf, chunk_input = self._input(forward.microbatch, self._stages[forward.chunk])
+        gradient = self._output_gradient(microbatch, chunk)
+        # The activations of both microbatches are held at once: take those of B only when those of F are stored.
+        left, made = self._store.look(Slot.CHUNK_GRAPH, microbatch, at=chunk)
+        output = self._model.forward_and_backward(
+            (forward.chunk, forward.microbatch, chunk_input, labels), (chunk, microbatch, made, gradient)
+        )
+        self._keep_output(forward.microbatch, forward.chunk, leaf, output)
+        self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
+        self._end_backward(microbatch, chunk, left)
+
     def _forward(self, microbatch: int, chunk: int) -> None:
-        stage = self._stages[chunk]
-        travelled = stage == self._last and self._labels_travel
-        labels = self._store.take(Slot.LABELS, microbatch, at=stage) if travelled else None
+        labels = self._travelled_labels(microbatch, chunk)
         with self._offload.saving(microbatch, chunk) if self._offload else nullcontext() as saved:
-            leaf, chunk_input = self._input(microbatch, stage)
+            leaf, chunk_input = self._input(microbatch, self._stages[chunk])
             output = self._model.forward(chunk, microbatch, chunk_input, labels)
             del chunk_input  # Tensors to which anything else refers are not moved to the host.
+        self._keep_output(microbatch, chunk, leaf, output, saved)
+
+    def _travelled_labels(self, microbatch: int, chunk: int) -> torch.Tensor | None:
+        stage = self._stages[chunk]
+        travelled = stage == self._last and self._labels_travel
+        return self._store.take(Slot.LABELS, microbatch, at=stage) if travelled else None
+
+    def _keep_output(self, microbatch: int, chunk: int, leaf: Any, output: torch.Tensor, saved: Any = None) -> None:
+        """Store what a forward leaves for its backward and for the next stage."""
+        stage = self._stages[chunk]
         result = output.detach()
         if self._gradients:
             self._model.release_output(output)
@@ -99,16 +122,21 @@ class ChunkPasses:
         self._store.put(Slot.TOKEN_LOSS, microbatch, output, at=self._last)
 
     def _backward(self, microbatch: int, chunk: int) -> None:
-        stage = self._stages[chunk]
-        if stage == self._last:
-            gradient = self._last_gradient(microbatch)
-        else:
-            gradient = self._store.take(Slot.GRADIENT, microbatch, at=stage)
+        gradient = self._output_gradient(microbatch, chunk)
         leaf, output = self._store.take(Slot.CHUNK_GRAPH, microbatch, at=chunk)
         self._model.backward(chunk, microbatch, output, gradient)
+        self._end_backward(microbatch, chunk, leaf)
+
+    def _output_gradient(self, microbatch: int, chunk: int) -> torch.Tensor:
+        stage = self._stages[chunk]
+        if stage == self._last:
+            return self._last_gradient(microbatch)
+        return self._store.take(Slot.GRADIENT, microbatch, at=stage)
+
+    def _end_backward(self, microbatch: int, chunk: int, leaf: Any) -> None:
         if self._split_backward:
             self._store.put(Slot.LEFT_FOR_W, microbatch, None, at=chunk)
-        self._give_gradient(microbatch, stage, leaf)
+        self._give_gradient(microbatch, self._stages[chunk], leaf)
 
     def _last_gradient(self, microbatch: int) -> torch.Tensor:
         """Return the gradient of the last stage's output: g, with respect to the token losses, fp32 [b, s]."""

@@ -17,7 +17,7 @@ from megatron_vp.runtime.progress import FINISHING, Progress
 from megatron_vp.runtime.sharded_vocab_passes import ShardedVocabPasses
 from megatron_vp.runtime.store import Store
 from megatron_vp.runtime.streams import CudaEvent, CudaIterations, Stream, second_stream
-from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, Wait
+from megatron_vp.schedule.instructions import Load, Loss, Post, Program, Run, RunPair, Wait
 from megatron_vp.schedule.pass_kinds import Held
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.transfers import Collective, Copy, Message, Operation
@@ -76,6 +76,8 @@ class Pipeline:
                     match instruction:
                         case Run(action):
                             passes[action.kind](action.microbatch, action.chunk)
+                        case RunPair(forward, backward):
+                            chunks.run_pair(forward, backward)
                         case Load(microbatch):
                             chunks.load(microbatch)
                         case Loss(microbatch):

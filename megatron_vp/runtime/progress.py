@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vp.errors import PeerLost, UserError, printable
-from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Run, Wait
+from megatron_vp.schedule.instructions import Instruction, Load, Loss, Post, Run, RunPair, Wait
 from megatron_vp.schedule.transfers import Operation
 
 _POSITION = re.compile(r"^\[[^]]*\.(cc|h|cpp):\d+\] ")
@@ -45,7 +45,7 @@ FINISHING = "waited for its last messages to be received"
 """Recorded after a program's last instruction, when this rank's last messages may still be in transit."""
 AGREEING = "waited for what the other ranks' forward_step asks for"
 """Recorded before a program's first instruction, while the ranks compare what their loop requests."""
-_HOSTS_OWN = (Load, Run, Loss)
+_HOSTS_OWN = (Load, Run, RunPair, Loss)
 """Instructions in which the host itself may stall, whatever its device is doing."""
 
 
@@ -131,6 +131,9 @@ class Progress:
                 return f"waited for {self._named(operation)}"
             case Run(action):
                 return f"was in pass {action.kind} of microbatch {action.microbatch}"
+            case RunPair(forward, backward):
+                both = f"{forward.kind} of microbatch {forward.microbatch} and {backward.kind} of {backward.microbatch}"
+                return f"was in passes {both}"
             case Loss(microbatch):
                 return f"was in the loss function of microbatch {microbatch}"
             case Load(microbatch):

@@ -169,6 +169,10 @@ class Store:
             self.held[HOLDS[slot]].leave()
         return value
 
+    def look(self, slot: Slot, microbatch: int, *, at: int | None = None) -> Any:
+        """Return a value that stays in the store."""
+        return self._values[_key(slot, microbatch, at)][0]
+
     def assert_empty(self) -> None:
         """Check that no value is left at the end of an iteration."""
         assert not self._values, (

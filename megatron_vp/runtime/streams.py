@@ -20,6 +20,14 @@ from queue import SimpleQueue
 import torch
 
 
+def hand_over(tensor: torch.Tensor) -> None:
+    """Keep memory that belongs to another stream until the current stream has passed the tensor's release, as memory
+    of the current stream. Call this on the compute stream, which must wait for what writes the tensor.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream())
+
+
 class CudaEvent:
     """The end of the device work that has been issued so far on the current stream; `wait` and `done` may be called on
     other streams. The event keeps `function`, and so the function's buffers, alive until `wait` is called.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_vp.files import write_report
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.schedule.instructions import Load, Loss, Post, Run, Wait
+from megatron_vp.schedule.instructions import Load, Loss, Post, Run, RunPair, Wait, kind_of
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.schedule.perfetto import Lane
 from megatron_vp.schedule.transfers import Copy, category_of
@@ -57,8 +57,8 @@ class PipelineTrace:
             match span.work:
                 case Post():
                     continue
-                case Run(action):
-                    name, category = str(action), action.kind.value
+                case Run() | RunPair():
+                    category = kind_of(span.work)
                 case Load():
                     category = LOAD
                 case Loss():

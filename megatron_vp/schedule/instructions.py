@@ -23,7 +23,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunPair:
-    """Compute a forward and the backward of another microbatch as one."""
+    """Compute a forward and the backward of another microbatch as one. In a schedule with W passes, the weight
+    gradients of the layer that is computed last are left to a W behind the pair's messages.
+    """
 
     forward: Pass
     backward: Pass
@@ -75,6 +77,11 @@ def passes_of(instruction: Instruction) -> tuple[Pass, ...]:
         case RunPair(forward, backward):
             return (forward, backward)
     return ()
+
+
+def kind_of(instruction: Run | RunPair) -> str:
+    """Under which name the time of a pass is reported; that of a pair, such as F|B, counts neither as F nor as B."""
+    return "|".join(step.kind.value for step in passes_of(instruction))
 
 
 @dataclass(frozen=True)

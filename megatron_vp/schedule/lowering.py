@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
+from typing import Any
 
 from megatron_vp.schedule.costs import Costs, PassCosts
 from megatron_vp.schedule.dependencies import build_graph, check_passes, join_pairs
@@ -104,7 +105,7 @@ def _with_losses(schedule: Schedule, graph: Graph, costs: Costs) -> list[list[in
 def _events(schedule: Schedule, graph: Graph, joined: dict[int, int], costs: Costs) -> Iterator[Event]:
     """All steps and operations. The tokens of a microbatch are sent one microbatch early, just before any rank starts
     to embed the previous one. `joined` maps the forward of each pair to its backward. A pair is over when its backward
-    is; then come the messages of the forward, and those of the backward.
+    is; then come the messages of the forward, those of the backward, and the weight gradients that the pair leaves.
     """
     times = node_times(graph, _with_losses(schedule, graph, costs), durations(graph, schedule, costs))
     nodes, successors = graph.nodes, graph.successors
@@ -127,11 +128,17 @@ def _events(schedule: Schedule, graph: Graph, joined: dict[int, int], costs: Cos
                 after = dict.fromkeys((*successors[first_of.get(number, number)], *successors[number]))
                 made = (nodes[each] for each in after)
                 yield from ((over, each, []) for each in made if isinstance(each, Message | Copy))
+            if number in first_of and schedule.split_backward:
+                yield over, Step(node.rank, _of_kind(PassKind.W, node.action)), []
         elif isinstance(node, Collective):
             yield (times.start[number], place), node, []
     for microbatch in range(schedule.microbatches if schedule.vocab.is_sharded else 0):
         moment = min(embeds[microbatch], embeds[max(0, microbatch - 1)]), microbatch - schedule.microbatches
         yield moment, _tokens(microbatch), []
+
+
+def _of_kind(kind: PassKind, action: Any) -> Pass:
+    return Pass(kind, action.microbatch, action.chunk)
 
 
 class _Writer:
@@ -153,7 +160,7 @@ class _Writer:
         if isinstance(action, Pass) and action.kind is not PassKind.F:
             forward = self.schedule.partners.get((rank, action))
             if forward is not None:
-                self.instructions[rank][-1] = RunPair(forward, action)
+                self.instructions[rank][-1] = RunPair(forward, _of_kind(PassKind.B, action))
                 return
         self.read(rank, action)
         written, waited = self.instructions[rank], self.waited[rank]

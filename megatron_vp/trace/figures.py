@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -54,21 +55,26 @@ def figures(traces: Sequence[RankTrace]) -> Figures:
 
 def mean_costs(traces: Sequence[RankTrace]) -> PassCosts:
     """Mean durations in milliseconds, of which F, B and W are for all chunks of a rank. A backward that is not split
-    counts as B.
+    counts as B. If passes run in pairs, the times of F and B are those of the passes that run alone.
 
     A collective's duration is taken from the rank that enters the collective last, because that rank does not wait for
     others.
     """
     took, collectives = dict.fromkeys(_TIMED, 0.0), dict[tuple[str, int], float]()
+    alone, pairs = Counter[str](), False
     for span in (span for trace in traces for span in trace.spans):
         kind = "B" if span.category == PassKind.BW else span.category
+        pairs |= "|" in kind
         if kind in took:
             took[kind] += span.duration
+            alone[kind] += 1
         elif kind == COLLECTIVE:
             key = span.name, span.iteration
             collectives[key] = min(span.duration, collectives.get(key, span.duration))
     each = len(traces) * sum(traces[0].microbatches.values())
     means: dict[str, Any] = {kind: total / each for kind, total in took.items()}
+    if pairs:
+        means |= {kind: took[kind] * len(traces[0].placement[0]) / alone[kind] for kind in ("F", "B")}
     return PassCosts(**means, comm=fmean(collectives.values() or (0.0,)))
 
 

@@ -10,6 +10,7 @@ import importlib
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -47,6 +48,8 @@ class Run:
     """Of a merged run, how many rows of the word embedding each rank holds."""
     row_shards: bool = False
     pipeline_rank: int = 0
+    pairs: list[list[str]] = field(default_factory=list)
+    """Of each pair that ran as one (in a merged run, of all ranks), its layers' nodes in order: name, pass, stream."""
     split: dict[str, int] = field(default_factory=dict)
     """Of parameters that tensor ranks or vocabulary shards divide, the divided dimension."""
 
@@ -233,6 +236,7 @@ def train_case(
         mock.patch.object(training, "evaluate", evaluate_),
         mock.patch.object(script, "loss_func", loss_function),
         mock.patch.object(script, "gpt_config_from_args", config_from_args),
+        _pairs_recorded(run),
     ):
         try:
             script.main()
@@ -249,6 +253,42 @@ def train_case(
             for name in arrays.keys() - experts:
                 del arrays[name]
     return run if mpu.get_expert_data_parallel_rank() == 0 else None
+
+
+@contextmanager
+def _pairs_recorded(run: Run) -> Iterator[None]:
+    """Note what runs as one, and let it run in fp32, in which Megatron refuses it."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan as Plan
+    from megatron.core.pipeline_parallel.utils import ScheduleNode, get_comm_stream
+    from megatron.core.transformer import TransformerConfig
+
+    run_plans, acquire, check = Plan.run, ScheduleNode.stream_acquire_context, TransformerConfig.__post_init__
+    nodes: list[str] = []
+
+    def plans_run(forward, backward, **kwargs):
+        nodes.clear()
+        output = run_plans(forward, backward, **kwargs)
+        if forward and backward:
+            run.pairs.append([node for node in nodes if "process" not in node or "mtp" in node])
+        return output
+
+    def acquired(node, name=None):
+        nodes.append(f"{name} {'communication' if node.stream is get_comm_stream() else 'computation'}")
+        return acquire(node, name)
+
+    def checked(config):
+        precisions = config.fp16, config.bf16
+        if config.overlap_moe_expert_parallel_comm and not any(precisions):
+            config.bf16 = True
+        check(config)
+        config.fp16, config.bf16 = precisions
+
+    with (
+        mock.patch.object(Plan, "run", staticmethod(plans_run)),
+        mock.patch.object(ScheduleNode, "stream_acquire_context", acquired),
+        mock.patch.object(TransformerConfig, "__post_init__", checked),
+    ):
+        yield
 
 
 def _array(tensor) -> np.ndarray:
@@ -329,6 +369,7 @@ def _merge(results: list[Run | None]) -> Run:
         step.gradients = _join(runs, [each.gradients for each in steps])
         merged.steps.append(step)
     merged.rows_on = [len(run.parameters.get(WORD_EMBEDDING, ())) for run in runs]
+    merged.pairs = [pair for run in runs for pair in run.pairs]
     merged.losses_on = [rank for rank, run in enumerate(runs) if run.steps and run.steps[0].loss is not None]
     return merged
 

@@ -93,7 +93,7 @@ class Move:
 
 def chunks(way: str) -> int:
     """Model chunks per rank."""
-    return 2 if way.split("/")[0] in ("interleaved", "v-half", "v-min", "zb-v") else 1
+    return 2 if way.split("/")[0] in ("interleaved", "v-half", "v-min", "zb-v", "dualpipe-v") else 1
 
 
 def way_options(way: str, size: int | None = None, **options: object) -> dict[str, object]:
@@ -145,6 +145,7 @@ EXPERT = {**MOE, "expert_model_parallel_size": 2}
 ALL_TO_ALL = {**EXPERT, "moe_token_dispatcher_type": "alltoall"}
 OVERLAPPED_EXPERT = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
 SIGMOID_ROUTER = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+PAIRS = {"overlap_moe_expert_parallel_comm": True}
 CONTEXT = {"context_parallel_size": 2, "core_attention": "sdpa", "position_embedding_type": "rope"}
 LATENT = {
     **{"multi_latent_attention": True, "core_attention": "sdpa", "position_embedding_type": "rope"},
@@ -248,7 +249,7 @@ def _least_met(ways: Iterable[str], given: Iterable[str], met: Counter[object]) 
 def _job(row: dict[str, object], met: Counter[object], **defaults: object) -> Job:
     """A row's job, in one of its ways: its default, or the one that has met fewest of the row's parts and options."""
     asked = [*row.get("parts", "").split(), *row.get("options", ())]
-    options = {name: row.pop(name, None) for name in ("options", "then", "plain")}
+    options = {name: row.pop(name, None) for name in ("options", "then", "plain", "ours")}
     for name, given in options.items():
         parts = row.pop("parts" if name == "options" else f"{name}_parts", "")
         if parts or given is not None:

@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from megatron_vp.schedule import generate
 from tests.harness.training import Run, comparable_model, train
 from tests.mcore.case_parts import COMBINATIONS, Job, way_options
 from tests.mcore.comparison import assert_as_close, assert_equal
@@ -39,12 +40,23 @@ def _exact(name: str) -> Run:
     return _run(BY_NAME[name], bf16=None, fp16=None, **undistributed)
 
 
+def _pairs(job: Job, way: str) -> int:
+    """How many pairs all ranks of a pipeline run in a step."""
+    schedule, method = way.split("/")
+    stages = str(job.options.get("pipeline_model_parallel_layout", "||" * job.size)).count("|") + 1
+    microbatches = int(job.options.get("global_batch_size", 12 * job.replicas)) // (2 * job.replicas)
+    sizes = {"vocab": method, "chunks": max(2, stages // job.size)}
+    return sum(map(len, generate(schedule, job.size, microbatches, overlapped=True, **sizes).pairs))
+
+
 @pytest.mark.parametrize(("name", "way"), RUNS)
 def test_every_step_equals_plain_megatron(name, way):
     job = BY_NAME[name]
     if job.options.get("optimizer", "sgd") != "sgd":
         pytest.importorskip("emerging_optimizers", reason="pip install emerging-optimizers")
     split = _run(job, **way_options(way, **job.options), **job.ours)
+    if "overlap_moe_expert_parallel_comm" in job.ours:
+        assert len(split.pairs) == len(split.steps) * job.ranks // job.size * _pairs(job, way)
     if job.precision:
         assert_as_close(split, _plain(name), _exact(name))
     else:

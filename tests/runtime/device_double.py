@@ -77,8 +77,12 @@ def stands_in_for_cuda() -> Iterator[None]:
         "stream": lambda stream: _THREAD.device.on(stream),
         "synchronize": lambda: _THREAD.device.drain(),
     }
-    with mock.patch.multiple(torch.cuda, **stand_ins):
+    with mock.patch.multiple(torch.cuda, **stand_ins), mock.patch.object(torch.Tensor, "record_stream", _record_stream):
         yield
+
+
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    stream.device.block(tensor, "record_stream").recorded.append(stream)
 
 
 class Hazard(AssertionError):
@@ -95,6 +99,8 @@ class Block:
     pinned: bool = False
     written: tuple[int, int] | None = None
     uses: Clock = field(default_factory=dict)
+    recorded: list[Stream] = field(default_factory=list)
+    """After the release, the allocator waits until these streams have got where they are now."""
 
 
 class Stream:
@@ -259,8 +265,9 @@ class Device(TorchDispatchMode):
         for key, block in list(self.blocks.items()):
             if block.alive.expired():
                 del self.blocks[key]
-                known = dict(self.streams[block.stream].clock)
-                _merge(known, self.host)
+                known = dict(self.host)
+                for stream in (self.streams[block.stream], *block.recorded):
+                    _merge(known, stream.clock)
                 if not passed(known, block.uses):
                     raise Hazard(f"{block.what} of stream {block.stream} is released while another stream uses it")
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_vp.runtime import collectives, links, pipeline, watchdog
+from megatron_vp.runtime import streams as runtime_streams
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.groups import PipelineGroups
 from megatron_vp.runtime.iteration import LayerShards, Observer
@@ -55,8 +56,11 @@ def timed(run_pass: Callable) -> Callable:
 class Model:
     """The transformer part of one rank: a few kernels a pass, and what autograd would keep for the backward."""
 
-    def __init__(self, device: Device, shapes: Shapes, stages: tuple[int, ...], last: int, gradients: bool) -> None:
+    def __init__(
+        self, device: Device, shapes: Shapes, stages: tuple[int, ...], last: int, gradients: bool, overlaps: bool
+    ) -> None:
         self._device = device
+        self._exchange = torch.cuda.Stream() if overlaps else None
         self._shapes, self._gradients = shapes, gradients
         self._stages, self._last = stages, last
         self._main_grad = torch.zeros(HIDDEN, device=CUDA)
@@ -82,7 +86,21 @@ class Model:
         stage = self._stages[chunk]
         words, self._leaves = self._leaves, []
         self._saved[chunk, microbatch] = (words if stage == 0 else [input_sbh, *words], input_sbh)
-        return torch.tanh(input_sbh).repeat(self._shapes.predictions if stage == self._last else 1, 1, 1)
+        hidden_sbh, count = torch.tanh(input_sbh), self._shapes.predictions if stage == self._last else 1
+        if self._exchange is None:
+            return hidden_sbh.repeat(count, 1, 1)
+        # As from Megatron's plan of a layer with experts.
+        self._exchange.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._exchange):
+            output_sbh = hidden_sbh.repeat(count, 1, 1)
+        hidden_sbh.record_stream(self._exchange)
+        torch.cuda.current_stream().wait_stream(self._exchange)
+        runtime_streams.hand_over(output_sbh)
+        return output_sbh
+
+    def forward_and_backward(self, forward: tuple, backward: tuple) -> torch.Tensor:
+        self.backward(*backward)
+        return self.forward(*forward)
 
     def release_output(self, output_sbh: torch.Tensor) -> None:
         output_sbh.data = output_sbh.new_empty(1)
@@ -206,6 +224,7 @@ def rank_iterations(
     written: Callable[[tuple[Program, ...]], tuple[Program, ...]] = tuple,
     stage_rows: tuple[int, ...] | None = None,
     observer: Observer = nullcontext,
+    overlapped: bool = False,
 ) -> Rank:
     """Two iterations of training and one of evaluation; `written` may change their programs.
 
@@ -220,7 +239,9 @@ def rank_iterations(
     tensor = "the ranks of a stage" if tensor_size > 1 else None
     shards = VocabShards(VOCAB, ranks * tensor_size, tensor_size if stage_rows else 1, stage_rows)
     holders = shards.holders if stage_rows else None
-    whole = expand_interlaced(generate(name, ranks, ranks + 1, vocab=method, vocab_ranks=holders))
+    whole = expand_interlaced(
+        generate(name, ranks, ranks + 1, vocab=method, vocab_ranks=holders, overlapped=overlapped)
+    )
     members = whole.placement.vocab_members(whole.vocab_ranks)
     here = _THREAD.rank = Rank(device, rank, ranks, members, tensor_size)
     vocabulary = here.transfers if rank in members else None
@@ -244,7 +265,8 @@ def rank_iterations(
             weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         stages = schedule.placement.stage_of[rank]
         program = written(lower(schedule, mtp_stage=shapes.mtp_stage))[rank]
-        model = Model(device, shapes, stages, schedule.placement.stages - 1, gradients)
+        last = schedule.placement.stages - 1
+        model = Model(device, shapes, stages, last, gradients, overlapped and gradients)
         device.behind.clear()
         runner.run(schedule, program, model, layers, shapes, gradients=gradients, observer=observer)
         if device.world is not None:
@@ -280,6 +302,8 @@ def test_everything_is_ordered_and_kept_alive(name, method, ranks):
     [
         ("1f1b", "vocab-2", {"tensor_size": 2}),
         ("v-half", "vocab-2", {"tensor_size": 2, "sp_size": 2, "mtp_depth": 1}),
+        ("interleaved", "vocab-2", {"overlapped": True}),
+        ("dualpipe-v", "vocab-2", {"overlapped": True, "mtp_depth": 1}),
         pytest.param("1f1b", "vocab-1", {"mtp_depth": 1}, marks=pytest.mark.slow),
         pytest.param("zb-v", "vocab-1", {"tensor_size": 2, "sp_size": 2}, marks=pytest.mark.slow),
     ],
@@ -437,6 +461,13 @@ def test_a_broken_runtime_is_noticed(owner, name, broken, words):
         # Several runs: a host that finds an event passed knows what it would else have to wait for.
         for seed, rank in product(range(4), range(2)):
             iterations(Device(seed), "1f1b", "vocab-1", 2, rank)
+
+
+def test_a_pairs_output_that_its_own_stream_gets_back_too_early_is_noticed():
+    nothing, words = mock.patch.object(runtime_streams, "hand_over", lambda tensor: None), "is released while another"
+    with nothing, pytest.raises(Hazard, match=words):
+        for rank in range(2):
+            iterations(Device(), "dualpipe-v", "vocab-2", 2, rank, overlapped=True)
 
 
 def together(

@@ -16,7 +16,7 @@ from megatron_vp.runtime.iteration import LayerShards
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.recorder import Recorder
 from megatron_vp.runtime.trace_writer import PipelineTrace
-from megatron_vp.schedule.families import generate
+from megatron_vp.schedule.families import family, generate
 from megatron_vp.schedule.lowering import lower
 from megatron_vp.schedule.passes import Schedule, VocabMethod
 from megatron_vp.schedule.transfers import Channel
@@ -102,6 +102,11 @@ class ToyModel:
 
     def backward(self, chunk: int, microbatch: int, output_sbh: torch.Tensor, gradient_sbh: torch.Tensor) -> None:
         output_sbh.backward(gradient_sbh)
+
+    def forward_and_backward(self, forward: tuple, backward: tuple) -> torch.Tensor:
+        output = self.forward(*forward)
+        self.backward(*backward)
+        return output
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         layer_input, product = self.left_for_w.pop((chunk, microbatch))
@@ -215,5 +220,6 @@ def _schedule(
         vocab=VocabMethod(method),
         vocab_ranks=vocab_ranks,
         offload_chunks=offload_chunks if gradients else 0,
+        overlapped=gradients and not offload_chunks and family(name).has_pairs,
     )
     return schedule if gradients else schedule.forward_only()

@@ -50,6 +50,17 @@ def recorded(scale=1.0, schedule=None):
     return timeline, traces
 
 
+def test_the_time_of_a_pair_counts_neither_as_forward_nor_as_backward():
+    took = [("F", 3.0), ("F|B", 7.0), ("F|B", 7.0), ("B", 6.0), ("F", 5.0), ("B", 6.0)]
+    spans, start = [], 0.0
+    for kind, duration in took:
+        spans.append(TracedSpan(4, Lane.COMPUTE, kind, kind, start, start + duration))
+        start += duration
+    found = figures([RankTrace("7", 0, "interleaved", "none", ((0, 1),), {4: 2}, tuple(spans))])
+    assert (found.costs.F, found.costs.B) == (8, 12), "of both chunks of a rank"
+    assert found.ranks[0].busy == 34
+
+
 def with_spans(trace, *spans):
     return replace(trace, spans=tuple(sorted((*trace.spans, *spans), key=lambda span: span.start)))
 

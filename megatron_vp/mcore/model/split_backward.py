@@ -59,6 +59,20 @@ def backward_without_weights(
     return pending + take_delayed(delaying, w_is_late)
 
 
+def accumulate_collected(delaying: Iterable[torch.nn.Module]) -> None:
+    """Inside `backward_without_weights`, compute the weight gradients that the backward has left so far."""
+    assert _collected is not None
+    _collected.extend(take_delayed(delaying, w_is_late=False))
+    accumulate_all(_collected)
+
+
+def accumulate_all(pending: list[Callable[[], None]]) -> None:
+    """Call the functions, and free each layer's tensors before the next layer's weight gradient is computed."""
+    pending.reverse()
+    while pending:
+        pending.pop()()
+
+
 _Layer = tuple[torch.nn.Parameter, dist.ProcessGroup | None, dist.ProcessGroup | None]
 """A linear layer's weight A and two tensor-parallel groups. The layer computes Y = X A^T + b.
 

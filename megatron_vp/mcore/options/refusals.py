@@ -174,6 +174,7 @@ def _properties(a: Arguments) -> dict[str, Any]:
         "uneven chunks": settings.replaces_schedule and a.fp8 and _chunks_differ(a),
         "moved weights": a.vocab_parallel or settings.places_chunks,
         "offload": settings.offloads,
+        "schedule without pairs": settings.replaces_schedule and not settings.family.has_pairs,
         "sdpa": a.core_attention == "sdpa",
         "V without shards": elsewhere and not a.vocab_parallel,
         "vocabulary passes": VocabMethod.NONE not in settings.family.methods,

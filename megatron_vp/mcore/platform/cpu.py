@@ -35,6 +35,10 @@ class _Done:
 
     synchronize = wait_stream = wait_event = record = wait = _nothing
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -1
+
     def record_event(self, event: _Done | None = None) -> _Done:
         return event or _Done()
 
@@ -167,6 +171,10 @@ def _reduce_scatter(output: torch.Tensor, parts: list[torch.Tensor], *, group: A
 
 def _stays(self: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
     return self
+
+
+def _unrecorded(self: torch.Tensor, stream: Any) -> None:
+    pass
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:

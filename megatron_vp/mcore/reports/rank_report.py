@@ -24,7 +24,7 @@ from megatron_vp.mcore.settled import SettledJob, process
 from megatron_vp.runtime.groups import pipeline_device
 from megatron_vp.runtime.launcher_store import PATIENCE_SECONDS, Notes
 from megatron_vp.runtime.recorder import Recorder
-from megatron_vp.schedule.instructions import Run
+from megatron_vp.schedule.instructions import Run, RunPair, kind_of
 from megatron_vp.schedule.passes import Schedule
 from megatron_vp.trace.rank_files import path_of
 from megatron_vp.trace.rank_reports import SIZES
@@ -58,8 +58,8 @@ class RankReport:
         """
         passes = defaultdict[str, float](float)
         for span in recorder.spans:
-            if isinstance(span.work, Run):
-                passes[span.work.action.kind] += span.computed
+            if isinstance(span.work, Run | RunPair):
+                passes[kind_of(span.work)] += span.computed
         self._iterations.append((recorder.milliseconds, schedule.microbatches, passes))
         self._in_flight = max(self._in_flight, in_flight)
         self._most = max(self._most, _allocated()[1])

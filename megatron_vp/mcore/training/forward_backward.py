@@ -240,6 +240,7 @@ def _planned(
         vocab_ranks=built.rows.holders if built.rows else None,
         forward_only=not gradients,
         offload_chunks=job.settings.offload_chunks(chunks),
+        overlapped=gradients and config.overlap_moe_expert_parallel_comm,
     )
     return shapes, *programs(request, shapes.words_stage)
 

@@ -15,8 +15,9 @@ from megatron.core.utils import get_model_config, unwrap_model
 
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers
+from megatron_vp.mcore.model.layer_plans import Plan, plan_of, run_plans
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
-from megatron_vp.mcore.model.split_backward import backward_without_weights
+from megatron_vp.mcore.model.split_backward import accumulate_all, accumulate_collected, backward_without_weights
 from megatron_vp.mcore.training.capture import Capture, capture, check_packed
 from megatron_vp.mcore.training.loss_check import check_labels
 from megatron_vp.mcore.training.token_outputs import (
@@ -74,6 +75,8 @@ class MegatronModel:
         self._keeps_outputs = self._config.cuda_graph_impl == "local"
         self._late_weights = late_weights(schedule, rank)
         self._weights_changed = gradients or first_val_step is not False
+        self._overlaps = gradients and self._config.overlap_moe_expert_parallel_comm
+        self._plans: dict[tuple[int, int], Plan] = {}
         self._pending_weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.losses: list[Any] = []
         """The reports of the user's loss function, one per microbatch; only on the last pipeline rank."""
@@ -132,6 +135,27 @@ class MegatronModel:
         Return the output, of the same shape, or token losses, fp32 [b, s], if the chunk has an unsharded output layer.
         Its labels are `labels_bs`, or the labels that this rank has loaded itself if `labels_bs` is None.
         """
+        return self._forward(chunk, microbatch, input_sbh, labels_bs)
+
+    def forward_and_backward(
+        self,
+        forward: tuple[int, int, torch.Tensor | None, torch.Tensor | None],
+        backward: tuple[int, int, torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run `forward` and `backward`, given the arguments of both, as one: layer by layer, so that the expert
+        communication of each overlaps with the computation of the other. Return what `forward` returns.
+        """
+        chunk, microbatch, _, gradient = backward
+        late = partial(accumulate_collected, self._chunks[chunk].delaying) if self._schedule.split_backward else None
+        behind = self._plans.pop((chunk, microbatch)), gradient, late
+        made: list[torch.Tensor] = []
+        self._run_backward(chunk, microbatch, lambda: made.append(self._forward(*forward, *behind)))
+        return made[0]
+
+    def _forward(
+        self, chunk: int, microbatch: int, input_sbh: torch.Tensor | None, labels_bs: torch.Tensor | None, *behind: Any
+    ) -> torch.Tensor:
+        """Run a forward, and as one with it the backward whose plan and further arguments of `run_plans` follow."""
         self._start_timer()
         part = self._chunks[chunk]
         captured = self._capture(part, microbatch)
@@ -149,7 +173,14 @@ class MegatronModel:
         replaced: dict[str, Any] = {} if labels_bs is None else {"labels": labels_bs}
         if self.request is not None and part.core.post_process:
             replaced |= {"output_processor": token_log_probs, "output_processor_context": self.request}
-        output = captured.run(part.model, self._output_options, **replaced)
+        if self._overlaps:
+            self._plans[chunk, microbatch] = captured.run(partial(plan_of, part.core), {}, **replaced)
+            output = run_plans(self._plans[chunk, microbatch], *behind)
+            if hasattr(part.core, "received_embedding"):
+                rows = part.core.received_embedding.word_embeddings
+                rows.ahead = rows.beyond = None
+        else:
+            output = captured.run(part.model, self._output_options, **replaced)
         if self.request is not None and part.core.post_process:
             output = output.values()
         part.core.set_input_tensor(None)
@@ -175,26 +206,30 @@ class MegatronModel:
         In a schedule with W passes, weight gradients are left to `weight_gradient`. The last backward of the iteration
         lets Megatron synchronise gradients.
         """
+
+        def run() -> None:
+            if self._overlaps:
+                left_to_w = (lambda: None) if self._schedule.split_backward else None
+                run_plans(None, self._plans.pop((chunk, microbatch)), gradient, left_to_w)
+            else:
+                schedules.backward_step(None, output, gradient, self._config)
+
+        self._run_backward(chunk, microbatch, run)
+
+    def _run_backward(self, chunk: int, microbatch: int, run: Callable[[], Any]) -> None:
         part = self._chunks[chunk]
         part.backwards += 1
         if part.backwards == self._schedule.microbatches and self._synchronises_inside:
             part.held.close()
         if self._schedule.split_backward:
-            self._pending_weights[chunk, microbatch] = backward_without_weights(
-                lambda: schedules.backward_step(None, output, gradient, self._config),
-                part.delaying,
-                (chunk, microbatch) in self._late_weights,
-            )
+            late = (chunk, microbatch) in self._late_weights
+            self._pending_weights[chunk, microbatch] = backward_without_weights(run, part.delaying, late)
         else:
-            schedules.backward_step(None, output, gradient, self._config)
+            run()
 
     def weight_gradient(self, chunk: int, microbatch: int) -> None:
         """Run pass W: accumulate the weight gradients that pass B did not compute."""
-        pending = self._pending_weights.pop((chunk, microbatch))
-        # Pop each layer's tensors, so that they are freed before the next layer's weight gradient is computed.
-        pending.reverse()
-        while pending:
-            pending.pop()()
+        accumulate_all(self._pending_weights.pop((chunk, microbatch)))
 
     def loss(
         self, microbatch: int, token_loss_bs: torch.Tensor, target_is_argmax_bs: torch.Tensor | None
