@@ -74,6 +74,10 @@ class PassCosts:
         took = reduce(add, (named.get(part, 0.0) for part in parts))
         return took / schedule.chunks if step.kind.per_chunk else took
 
+    def saved(self, schedule: Schedule, rank: int, forward: Pass, backward: Pass) -> float:
+        """Time that a pair saves: none, because these costs know nothing of the communication inside passes."""
+        return 0.0
+
     def communication(self, schedule: Schedule, operation: Operation) -> float:
         """Duration of an operation of `schedule`."""
         return self.other.get("copy", 0.0) / schedule.chunks if isinstance(operation, Copy) else self.comm
@@ -102,7 +106,8 @@ class StageCosts:
     """Durations of single passes and operations, which may differ between stages, ranks and links.
 
     F, B (input gradient) and W (weight gradient) have one duration per virtual stage. S, T, IF, IB and V have one
-    duration per rank, and are empty if the schedule has no such passes. The keys of `messages` are (source rank, target
+    duration per rank, and are empty if the schedule has no such passes. `hidden` has, per virtual stage, the times that
+    an F and a whole backward save if they run as one with another pass. The keys of `messages` are (source rank, target
     rank, channel). The keys of `copies` are (to_host, rank, chunk), where `to_host` is False for copies back to the
     device. Passes and operations without an entry take no time.
     """
@@ -118,6 +123,7 @@ class StageCosts:
     messages: Mapping[tuple[int, int, Channel], float] = field(default_factory=dict, hash=False)
     collectives: Mapping[CollectiveKind, float] = field(default_factory=dict, hash=False)
     copies: Mapping[tuple[bool, int, int], float] = field(default_factory=dict, hash=False)
+    hidden: tuple[tuple[float, float], ...] = ()
 
     def named(self) -> dict[str, tuple[float, ...]]:
         """Durations of passes by kind."""
@@ -153,6 +159,13 @@ class StageCosts:
             # In an expanded interlaced schedule, S takes as long as the whole V. The passes T, IF and IB take no time.
             named = [self.V]
         return reduce(add, (times[place] if times else 0.0 for times in named))
+
+    def saved(self, schedule: Schedule, rank: int, forward: Pass, backward: Pass) -> float:
+        """Time that a pair saves, because each of its passes computes while the other one communicates."""
+        if not self.hidden:
+            return 0.0
+        stages = schedule.placement.stage_of[rank]
+        return self.hidden[stages[forward.chunk]][0] + self.hidden[stages[backward.chunk]][1]
 
     def communication(self, schedule: Schedule, operation: Operation) -> float:
         """Duration of an operation of `schedule`."""

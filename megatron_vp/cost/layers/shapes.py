@@ -191,7 +191,8 @@ class Job:
     data_overlap: whether gradients are reduced while the last backward runs.
     gather_overlap: whether parameters are gathered while the first forward runs.
     tensor_overlap: whether matrix products run while tensor ranks exchange hidden states.
-    expert_overlap: whether tokens are sent to their experts while another microbatch's passes run.
+    expert_overlap: whether tokens are sent to their experts while another microbatch's passes run, in the pairs of
+        schedules that have some.
     expert_tensor: tensor ranks of an expert; 0: equal to `tensor`.
     fp8_parameters: whether the weights of the layers' matrix products are kept and gathered only in fp8.
     recompute_modules: parts of a layer that the backward recomputes, as `--recompute-modules` names them.
@@ -439,6 +440,7 @@ class Plan:
             vocab_ranks=holders,
             further_orders=further_orders,
             offload_chunks=self.offload_chunks,
+            overlapped=job.expert_overlap and job.pipeline > 1 and record.has_pairs and not self.offload_chunks,
         )
 
     def check(self, job: Job) -> None:

@@ -49,9 +49,9 @@ def schedule_of(request: ScheduleRequest) -> Schedule:
 
 def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> StageCosts:
     """Seconds of every pass, message and collective of one microbatch, on the stages and ranks of `schedule`."""
-    placement = schedule.placement
-    times = PassTimes(job, hardware)
-    stages = stage_times(times, plan.vocab, layers_of(job, plan, placement), schedule.split_backward)
+    placement, layers = schedule.placement, layers_of(job, plan, schedule.placement)
+    times = PassTimes(replace(job, expert_overlap=job.expert_overlap and job.pipeline == 1), hardware)
+    stages = stage_times(times, plan.vocab, layers, schedule.split_backward)
     passes = [(0.0,) * 4] * placement.ranks
     if plan.vocab.is_sharded:
         rows = [None] * placement.ranks if plan.vocab_rows is None else plan.shard_rows(job)
@@ -68,8 +68,17 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
         vocabulary = {"V": tuple(whole * factor + times.synchronous_vocabulary() for factor in pace)}
     copies: dict[tuple[bool, int, int], float] = {}
     if plan.offload_chunks:
-        copies = copy_seconds(MemoryModel(job, schedule, layers_of(job, plan, placement), hardware))
-    slowed = [[took * pace[placement.rank_of(stage)] for took in split] for stage, split in enumerate(stages)]
+        copies = copy_seconds(MemoryModel(job, schedule, layers, hardware))
+
+    def slow(found: list[Split]) -> list[Split]:
+        factors = (pace[placement.rank_of(stage)] for stage in range(len(found)))
+        return [Split(*(took * factor for took in split)) for split, factor in zip(found, factors, strict=True)]
+
+    slowed = slow(stages)
+    hidden: list[tuple[float, float]] = []
+    if any(schedule.pairs):
+        paired = slow(stage_times(PassTimes(job, hardware), plan.vocab, layers, schedule.split_backward))
+        hidden = [(alone.F - own.F, alone.B - own.B) for alone, own in zip(slowed, paired, strict=True)]
     F, B, W = zip(*slowed, strict=True)
     return StageCosts(
         F,
@@ -79,6 +88,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
         messages=times.messages(placement),
         collectives=times.collectives(plan.vocab, _members(plan, placement)),
         copies=copies,
+        hidden=tuple(hidden),
     )
 
 

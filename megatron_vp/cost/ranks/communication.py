@@ -25,7 +25,7 @@ BUCKET = 40e6
 larger. No backward remains to hide the last bucket's reduction.
 """
 
-CONTENTION = 0.4
+CONTENTION = 0.6
 """A hidden collective delays matrix products by this fraction of the collective's duration, because both use SMs and
 memory bandwidth.
 """
