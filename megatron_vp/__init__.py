@@ -37,19 +37,22 @@ def enable(**settings: Any) -> Any:
     return importlib.import_module("megatron_vp.mcore.start.enabled").enable(settings)
 
 
-def whole_vocabulary(model: Any) -> Any:
-    """Context manager that gives a model its complete embedding and output layer, for export or conversion.
+def whole_vocabulary(model: Any, write: bool = False) -> Any:
+    """Context manager that gives a model its complete embedding and output layer, for export, loading or conversion.
 
     Inside the context, only the ranks of the first stage have an embedding, and only the ranks of the last stage have
     an output layer. The two layers are Megatron's own modules with Megatron's parameter names, each split only over the
     tensor ranks of its stage. Their weights are copies of all rows of the padded vocabulary, collected from all ranks
-    and released when the context ends. Changes to these copies are lost, and the model cannot run inside the context.
-    Without vocabulary parallelism, the context changes nothing.
+    and released when the context ends. The model cannot run inside the context. Without vocabulary parallelism, the
+    context changes nothing.
 
     All ranks of the model must enter the context together. With `overlap_param_gather`, callers must first wait until
     all parameters are gathered, as Megatron does before it saves a checkpoint.
 
     Args:
         model: the list of this rank's model chunks, or a single chunk, with or without wrappers such as DDP.
+        write: whether changed weights are written to the model's own when the context ends; of tied weights, the
+            embedding. An optimizer with fp32 copies must then read them (`optimizer.reload_model_params()`), as
+            always when a model's weights change.
     """
-    return importlib.import_module("megatron_vp.mcore.model.whole_vocabulary").whole_vocabulary(model)
+    return importlib.import_module("megatron_vp.mcore.model.whole_vocabulary").whole_vocabulary(model, write)

@@ -9,7 +9,7 @@ A job's startup takes these steps, in this order:
    order of passes from them.
 
 Functions that Megatron calls get the job from `current()` and pass it to the functions that they call. This module does
-not import Megatron.
+not import Megatron at its start.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -161,19 +161,26 @@ class OwnLoop:
 
     words: tuple[str, ...]
     """The settings that were passed to `megatron_vp.enable`, as words of a command line."""
-    settled: Callable[[Mapping[str, Any]], SettledJob]
-    """Makes the job from a model's constructor arguments, which are keyed by name, and calls `settle`."""
-    job: SettledJob | None = None
-    """The job that `settled` made from the first model."""
+    described: Callable[[Mapping[str, Any]], Arguments]
+    """Describes the job of a model, given the model's constructor arguments by name."""
+    settled: Callable[[Arguments], SettledJob]
+    """Settles a described job. All ranks call it."""
+    jobs: list[tuple[Arguments, SettledJob]] = field(default_factory=list)
+    """The descriptions of all models so far, and their jobs."""
 
     def reads_arguments(self) -> bool:
         """Whether the job was made from arguments that Megatron parsed. If not, `settle_for` makes the job."""
         return process.job is not None and process.job.args is not None
 
     def settle_for(self, model: Mapping[str, Any]) -> SettledJob:
-        """The job, made from a model's constructor arguments if this is the first model."""
-        self.job = self.job or self.settled(model)
-        return self.job
+        """The job of a model, given its constructor arguments by name. Models of equal descriptions share a job."""
+        given = self.described(model)
+        job = next((job for each, job in self.jobs if vars(each) == vars(given)), None)
+        if job is None:
+            job = self.settled(given)
+            self.jobs.append((given, job))
+        process.job = job
+        return job
 
 
 @cache
@@ -196,6 +203,10 @@ class _Process:
     """The memory counter (`replay.shapes_only`) of a replay with --shapes-only; None in other runs."""
     counts_engine: bool = False
     """Whether local layers keep the activations that Transformer Engine's layers would keep."""
+    pipelines: dict[Any, Any] = field(default_factory=dict)
+    """The pipelines of all models, by their connections; see `surgery.create_pipeline`."""
+    plain: bool = False
+    """Whether models are built and run as in plain Megatron; see `Handle.plain_models`."""
     own_loop: OwnLoop | None = None
     """That of the last call of `megatron_vp.enable`; None if there was no call or it was undone."""
 
@@ -222,9 +233,21 @@ def begin(schedule: str | None = None) -> None:
     cannot be used.
     """
     _read.cache_clear()
-    process.words, process.job = Words(), None
+    process.words, process.job, process.pipelines = Words(), None, {}
     if schedule is not None and _names_file(schedule):
         family_of(schedule)
+
+
+MODEL = "vocabulary_parallel_model"
+"""Attribute in which a chunk keeps its `RankModel`; None if it was built inside `Handle.plain_models`."""
+
+
+def is_plain(model: Any) -> bool:
+    """Whether a model, one chunk or a list, was built inside `Handle.plain_models`, or the code runs inside it."""
+    from megatron.core.utils import unwrap_model
+
+    chunk = unwrap_model(model[0] if isinstance(model, list) else model)
+    return process.plain or getattr(chunk, MODEL, chunk) is None
 
 
 def current() -> SettledJob:

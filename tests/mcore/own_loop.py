@@ -61,19 +61,22 @@ def start(ranks, chunks=1, tied=False, tensor=1, hook=list):
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=virtual,
     )
+    return build(configuration(ranks, chunks, tensor), chunks, tied, hook)
+
+
+def configuration(ranks, chunks=1, tensor=1, **sizes):
+    """A model's configuration; restarts the generators from which its weights are drawn."""
     torch.manual_seed(1234 + 100 * dist.get_rank())
     model_parallel_cuda_manual_seed(1234)
     config = TransformerConfig(
-        num_layers=4,
-        hidden_size=64,
-        num_attention_heads=4,
+        **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4} | sizes,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
         pipeline_dtype=torch.float32,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=ranks,
-        virtual_pipeline_model_parallel_size=virtual,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
         # Megatron's interleaved schedule mixes up the messages of two ranks that it does not overlap.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
@@ -81,7 +84,7 @@ def start(ranks, chunks=1, tied=False, tensor=1, hook=list):
         masked_softmax_fusion=False,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    return build(config, chunks, tied, hook)
+    return config
 
 
 def train(ranks, chunks=1, tied=False, hook=list):

@@ -23,7 +23,10 @@ def vocabulary_of(model):
 
 
 def look(rank, ranks, settings, chunks, tied, tensor):
-    """What a rank has of the vocabulary before the view, inside and after it, and whether its rows were released."""
+    """What a rank has of the vocabulary before the view, inside and after it, and after one that doubles its weights.
+
+    A layer that a reader keeps must have its shape after the view, but no rows.
+    """
     import megatron_vp
     from megatron_vp.mcore import patch_table, patches
 
@@ -38,10 +41,17 @@ def look(rank, ranks, settings, chunks, tied, tensor):
             inside = vocabulary_of(model)
             weights = [weight for part in model for weight in part.parameters()]
         assert names == [name for part in model for name, _ in part.named_parameters()]
-        own = {id(weight) for part in model for weight in part.parameters()}
-        released = all(weight.numel() == 0 for weight in weights if id(weight) not in own)
-        after = vocabulary_of(model)
-        return before, inside, after, released
+        own, after = {id(weight) for part in model for weight in part.parameters()}, vocabulary_of(model)
+        for weight in weights:
+            if id(weight) not in own:
+                assert weight.untyped_storage().nbytes() == weight.element_size() and weight.isnan().all()
+                assert weight.shape == (own_loop.VOCAB // tensor, 64)
+        with megatron_vp.whole_vocabulary(model), megatron_vp.whole_vocabulary(model, write=True):
+            for part in model:
+                for name, weight in part.named_parameters():
+                    if "word_embeddings" in name or ("output_layer" in name and not tied):
+                        weight.data *= 2
+        return before, inside, after, vocabulary_of(model)
 
 
 def same(first, second):
@@ -66,9 +76,11 @@ CASES = [
 def test_the_layers_stand_whole_where_plain_megatron_has_them(settings, chunks, tied, tensor):
     plain = [views[0] for views in run_ranks(2 * tensor, look, None, 1, tied, tensor)]
     ranks = run_ranks(2 * tensor, look, settings, chunks, tied, tensor)
-    for rank, (before, inside, after, released) in enumerate(ranks):
+    for rank, (before, inside, after, written) in enumerate(ranks):
         same(before, after)
-        assert released
+        same(
+            [({name: (kind, 2 * w, said) for name, (kind, w, said) in part.items()}, e) for part, e in before], written
+        )
         assert not any(ends[0] or ends[1] for _, ends in before)
         assert before != inside and "ShardedOutputLayer" not in str(inside)
         if chunks == 1:

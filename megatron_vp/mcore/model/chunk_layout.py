@@ -16,7 +16,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron_vp.jobs.layout_text import even_layers
-from megatron_vp.mcore.settled import current
+from megatron_vp.mcore.settled import current, process
 from megatron_vp.schedule.placement import Placement
 
 
@@ -47,8 +47,7 @@ def even_layout(layers: int, stages: int, further_heads: int) -> str:
 
 def _placed(original: Callable[..., PipelineParallelLayerLayout]) -> Callable[..., PipelineParallelLayerLayout]:
     def from_str(layout: str, pipeline_model_parallel_size: int) -> PipelineParallelLayerLayout:
-        settings = current().settings
-        if not settings.places_chunks:
+        if process.plain or not (settings := current().settings).places_chunks:
             return original(layout, pipeline_model_parallel_size)
         placement = settings.family.placement_of(pipeline_model_parallel_size)
         return PlacedLayout(layout, pipeline_model_parallel_size, placement)
@@ -61,8 +60,7 @@ def _placed_segments(original: Callable[..., tuple[list[str], int]]) -> Callable
         main_pattern: str, pp_group: dist.ProcessGroup, vp_stage: int | None, **options: object
     ) -> tuple[list[str], int]:
         """Return the layer types of the chunk's segment, and the number of layers before this segment."""
-        settings = current().settings
-        if not settings.places_chunks:
+        if process.plain or not (settings := current().settings).places_chunks:
             return original(main_pattern, pp_group, vp_stage, **options)
         segments = main_pattern.split("|")
         stage = settings.family.placement_of(pp_group.size()).stage_of[pp_group.rank()][vp_stage or 0]

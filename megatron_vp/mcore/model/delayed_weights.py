@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from megatron_vp.mcore.settled import process
+
 MINIMUM_VERSION = "2.8"
 """Oldest Transformer Engine version with which Megatron allows delayed weight gradients together with overlapped
 gradient reduction.
@@ -169,14 +171,14 @@ def _delaying(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def __post_init__(self: Any) -> None:
         self.delay_wgrad_compute = False
         original(self)
-        self.delay_wgrad_compute = True
+        self.delay_wgrad_compute = not process.plain
 
     return __post_init__
 
 
-def delaying(config: Any) -> AbstractContextManager[Any]:
+def delaying(config: Any, on: bool = True) -> AbstractContextManager[Any]:
     """Set `delay_wgrad_compute` in a configuration, only inside this context.
 
     Megatron-Bridge saves the configuration in checkpoints, and could not load a checkpoint with this setting.
     """
-    return mock.patch.object(config, "delay_wgrad_compute", True)
+    return mock.patch.object(config, "delay_wgrad_compute", on)

@@ -163,8 +163,10 @@ def counting_argmax(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace Megatron's count of accepted predictions by a count that needs `target_is_argmax` but not the logits."""
 
     def acceptance_counts(
-        _logits: torch.Tensor, _labels: torch.Tensor, loss_mask: torch.Tensor, output_layer: Any, *_others: Any
+        logits: torch.Tensor, labels: torch.Tensor, loss_mask: torch.Tensor, output_layer: Any, *others: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not hasattr(output_layer, "target_is_argmax_bs"):  # A plain model's.
+            return original(logits, labels, loss_mask, output_layer, *others)
         counted_bs = loss_mask.bool()
         return (output_layer.target_is_argmax_bs & counted_bs).sum().float(), counted_bs.sum().float()
 

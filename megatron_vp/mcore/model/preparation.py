@@ -31,13 +31,12 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying, leave_out_hooks
 from megatron_vp.mcore.model.initial_weights import BuildPlain, plain_start
 from megatron_vp.mcore.model.model_check import check_methods, check_model, check_vocabulary_layers
+from megatron_vp.mcore.model.split_backward import in_forward
 from megatron_vp.mcore.model.surgery import create_pipeline, split_vocabulary
-from megatron_vp.mcore.model.whole_vocabulary import MODEL, WholeLayers
-from megatron_vp.mcore.settled import OwnLoop, current, process
+from megatron_vp.mcore.model.whole_vocabulary import WholeLayers
+from megatron_vp.mcore.settled import MODEL, OwnLoop, current, process
 from megatron_vp.runtime.groups import from_all
 from megatron_vp.runtime.iteration import LayerShards
-from megatron_vp.schedule.instructions import Run
-from megatron_vp.schedule.pass_kinds import PassKind
 from megatron_vp.vocab.loss import TokenLoss
 from megatron_vp.vocab.shards import VocabShards
 
@@ -85,8 +84,7 @@ class RankModel:
         A script that called get_forward_backward_func before `enable` would use Megatron's own schedule, which assumes
         Megatron's placement of chunks and never runs pass W.
         """
-        at = None if self.pipeline is None else self.pipeline.progress.instruction
-        if not isinstance(at, Run) or at.action.kind is not PassKind.F:
+        if not in_forward(chunk):
             raise UserError(
                 f"this script runs its {type(chunk).__name__} outside of forward_step or of our schedule: remove that "
                 "call, call get_forward_backward_func after megatron_vp.enable, or leave --vocab-parallel out"
@@ -167,6 +165,8 @@ def _placing(build: Callable[..., nn.Module], groups: ProcessGroupCollection, co
     """
     if _constructing_loop() is not None:
         return build
+    if process.plain:
+        return lambda *args, **kwargs: _left_plain(build(*args, **kwargs))
     model: RankModel | None = None
 
     def build_chunk(*args: Any, vp_stage: int | None = None, **kwargs: Any) -> nn.Module:
@@ -176,6 +176,12 @@ def _placing(build: Callable[..., nn.Module], groups: ProcessGroupCollection, co
         return model.build(partial(build, *args, **kwargs, **({} if vp_stage is None else {"vp_stage": vp_stage})))
 
     return build_chunk
+
+
+def _left_plain(chunk: nn.Module) -> nn.Module:
+    """Note that Megatron's own schedule runs this chunk, which was built inside `Handle.plain_models`."""
+    object.__setattr__(chunk, MODEL, None)
+    return chunk
 
 
 def _constructing_loop() -> OwnLoop | None:
@@ -240,10 +246,10 @@ def wrapping(original: Callable[..., None]) -> Callable[..., None]:
     @wraps(original)
     def __init__(self: Any, config: Any, ddp_config: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         given = set(map(id, module.parameters()))
-        prepare([module])
+        model = prepare([module])
         if given != set(map(id, module.parameters())):
             kwargs.pop("full_param_layout", None)  # Made of whole layers; without it, the constructor makes a new one.
-        splits = process.job is not None and current().settings.splits_backward
+        splits = model is not None and model.job.settings.splits_backward
         with delaying(ddp_config) if splits else nullcontext():
             original(self, config, ddp_config, module, *args, **kwargs)
 
@@ -252,7 +258,7 @@ def wrapping(original: Callable[..., None]) -> Callable[..., None]:
 
 def _constructing(original: Callable[..., None]) -> Callable[..., None]:
     """Wrap the constructor of GPTModel, for scripts that build their chunks without Megatron's builders and
-    `get_model`. The job's settings are derived from the first model.
+    `get_model`. The job's settings are derived from the model.
     """
     signature = inspect.signature(original)
     model: RankModel | None = None
@@ -263,8 +269,15 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in bound.arguments.items() if name != "self"}
+        if process.plain:
+            with delaying(given["config"], on=False):
+                original(self, **given)
+            _left_plain(self)
+            return
         loop = _constructing_loop()
-        job = None if loop is None else loop.settle_for(given)
+        if model is not None and len(model.chunks) == model.job.placement.chunks:
+            model = None
+        job = None if loop is None else loop.settle_for(given) if model is None else model.job
         if job is None or not job.settings.replaces_schedule:
             original(self, **given)
             return
@@ -276,7 +289,7 @@ def _constructing(original: Callable[..., None]) -> Callable[..., None]:
             original(plain, **{**given, "vp_stage": None, **place})
             return plain
 
-        if model is None or len(model.chunks) == job.placement.chunks:
+        if model is None:
             model = RankModel(groups, build_plain, config)
         if (given["vp_stage"] or 0) != len(model.chunks):
             raise UserError(
@@ -307,11 +320,11 @@ def _by_stage(original: Callable[..., bool]) -> Callable[..., bool]:
 
     @wraps(original)
     def is_pp_last_stage(pp_group: dist.ProcessGroup) -> bool:
-        return dist.get_rank(pp_group) == current().placement.last_rank
+        return original(pp_group) if process.plain else dist.get_rank(pp_group) == current().placement.last_rank
 
     return is_pp_last_stage
 
 
-def in_no_embedding_group(self: Any) -> bool:
-    """Whether a module takes part in Megatron's synchronization of word embeddings."""
-    return False
+def _only_if_plain(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Let only plain models take part in Megatron's synchronization of word embeddings."""
+    return lambda self: process.plain and original(self)

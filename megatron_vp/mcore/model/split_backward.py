@@ -9,7 +9,8 @@ result to `main_grad`. Transformer Engine's layers can delay weight gradients th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -22,6 +23,24 @@ from megatron_vp.vocab.operations import operations_for
 
 _collected: list[Callable[[], None]] | None = None
 """The parts of the layers' backwards for one microbatch that pass B leaves to W."""
+_in_forward: torch.nn.Module | None = None
+"""The chunk that our schedule runs a forward of. Layers of other models must stay as they are."""
+
+
+@contextmanager
+def forward_of(chunk: torch.nn.Module) -> Iterator[None]:
+    """Inside this context, `chunk` may run, and its linear layers split their backwards if a schedule has W passes."""
+    global _in_forward
+    _in_forward = chunk
+    try:
+        yield
+    finally:
+        _in_forward = None
+
+
+def in_forward(chunk: torch.nn.Module) -> bool:
+    """Whether our schedule runs a forward of `chunk`."""
+    return chunk is _in_forward
 
 
 @torch.no_grad()
@@ -125,7 +144,8 @@ def _split_linear(original: Callable[..., torch.Tensor]) -> Callable[..., torch.
         tp_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        if not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
+        ours = _in_forward is not None or _collected is not None  # The backward may repeat a forward.
+        if not ours or not isinstance(weight, torch.nn.Parameter) or not weight.requires_grad:
             settings = (gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel)
             return original(input, weight, bias, *settings, *args, tp_group=tp_group, **kwargs)
         # If no input required a gradient, autograd would not run this backward, and the weight would get no gradient.

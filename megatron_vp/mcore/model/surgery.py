@@ -8,7 +8,6 @@ weights of plain Megatron, and a layer that is frozen by then has frozen shards 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import nn
 from megatron_vp.mcore.model.model_check import softcap_of
 from megatron_vp.mcore.model.multi_token import attach_mtp_block
 from megatron_vp.mcore.model.whole_vocabulary import moved_rows
-from megatron_vp.mcore.settled import SettledJob
+from megatron_vp.mcore.settled import SettledJob, process
 from megatron_vp.runtime.groups import PipelineGroups, from_all, pipeline_device
 from megatron_vp.runtime.pipeline import Pipeline
 from megatron_vp.runtime.watchdog import Watchdog
@@ -157,21 +156,26 @@ def split_vocabulary(built: Any, index: int) -> None:
     chunk.share_embeddings_and_output_weights = False
 
 
-def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: Sequence[int] | None) -> Pipeline:
-    """Connect this rank with the other ranks of its pipeline. The call is collective over all ranks of the job."""
-    args = job.arguments
+def create_pipeline(job: SettledJob, groups: ProcessGroupCollection, vocab_members: tuple[int, ...] | None) -> Pipeline:
+    """Connect this rank with the other ranks of its pipeline. The call is collective over all ranks of the job. Models
+    that have the same connections share them.
+    """
+    args, edges = job.arguments, all_edges(job.placement, job.settings.vocab_parallel)
+    connections = groups.mp, tuple(sorted(edges)), vocab_members
+    if connections in process.pipelines:
+        return process.pipelines[connections]
     first = 60 * args.distributed_timeout_minutes
     later = args.distributed_timeout_seconds_after_init or first
     # Give the backend a longer limit, so that the watchdog acts first and its report names the current instruction. The
     # backend's limit counts from the launch of an operation, possibly several microbatches before its execution.
     backend_limit = timedelta(seconds=1.1 * first)
-    edges = all_edges(job.placement, job.settings.vocab_parallel)
     # For every model replica of the job, its global ranks in the order of their vocabulary shards.
     replicas = sorted(set(from_all(tuple(dist.get_process_group_ranks(groups.mp)))))
     sizes, gloo = (groups.tp.size(), vocab_members), args.use_gloo_process_groups is not False
     pipeline = Pipeline(PipelineGroups.create(replicas, edges, backend_limit, *sizes, gloo=gloo))
     if not pipeline.groups.alone:  # A rank without peers has no launcher, and so no store.
         Watchdog(pipeline.progress, first, later).start()
+    process.pipelines[connections] = pipeline
     return pipeline
 
 

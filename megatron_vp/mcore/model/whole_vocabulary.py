@@ -2,8 +2,9 @@
 
 Exporters, conversion tools and post-training frameworks expect one embedding on the first stage and one output layer on
 the last, each split only over that stage's tensor ranks. A chunk therefore keeps the vocabulary layers that Megatron
-built for it, but not their rows. The view puts these layers back in place of the shards, and fills them with the rows
-of all ranks.
+built for it, but not their rows. The view puts these layers back in place of the shards, fills them with the rows of
+all ranks, and can write changed rows back to the shards. Exporters may keep the layers between two views: outside of a
+view, the weights still have their shapes, but all of their entries are one NaN.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -20,12 +21,8 @@ import torch.distributed as dist
 from megatron.core.utils import unwrap_model
 from torch import nn
 
-from megatron_vp.errors import UserError
-from megatron_vp.mcore.settled import current
+from megatron_vp.mcore.settled import MODEL
 from megatron_vp.runtime.groups import from_all, pipeline_device
-
-MODEL = "vocabulary_parallel_model"
-"""Attribute in which a chunk keeps its `RankModel`."""
 
 _ENDS = ("pre_process", "post_process", "share_embeddings_and_output_weights")
 
@@ -44,9 +41,9 @@ class WholeLayers:
         self.output_layer = chunk.output_layer if chunk.post_process else None
 
     def release(self) -> None:
-        """Free the rows, but keep the attributes that Megatron attached to the parameters."""
+        """Free the rows, but keep the shape, and the attributes that Megatron attached to the parameters."""
         for layer in filter(None, (self.embedding, self.output_layer)):
-            layer.weight.data = layer.weight.new_empty(0)
+            layer.weight.data = layer.weight.new_full((), torch.nan).expand(layer.weight.shape)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -70,29 +67,37 @@ class WholeLayers:
 
 
 @contextmanager
-def whole_vocabulary(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
+def whole_vocabulary(model: nn.Module | Sequence[nn.Module], write: bool = False) -> Iterator[None]:
     """See `megatron_vp.whole_vocabulary`."""
     built = _split(model)
-    if built is None or built.shown:  # The layers are not split, or an enclosing call has already made them whole.
+    if built is None:
         yield
         return
+    embeddings, outputs = [each.embedding for each in built.whole], [each.output_layer for each in built.whole]
+    weights = [(embeddings, built.shards["embedding"]), (outputs, built.shards["output"])]
+    if built.whole[0].tied:  # The embedding is written back.
+        weights = [([*embeddings, *outputs], built.shards["embedding"])]
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(built, "shown", True))
-        for layers in built.whole:
-            stack.enter_context(layers.in_place())
-        embeddings, outputs = [each.embedding for each in built.whole], [each.output_layer for each in built.whole]
-        if built.whole[0].tied:
-            _fill([*embeddings, *outputs], built.shards["embedding"], built)
-        else:
-            _fill(embeddings, built.shards["embedding"], built)
-            _fill(outputs, built.shards["output"], built)
+        if not built.shown:  # Otherwise, an enclosing call has already made the layers whole.
+            stack.enter_context(mock.patch.object(built, "shown", True))
+            for whole in built.whole:
+                stack.enter_context(whole.in_place())
+            for layers, shard in weights:
+                _fill(layers, shard, built)
         yield
+        if write:
+            for layers, shard in weights:
+                _write(layers[: len(embeddings)], shard, built)
+
+
+def _model_of(model: nn.Module | Sequence[nn.Module]) -> Any:
+    """The `RankModel` of a model's chunks; None for other models."""
+    return getattr(unwrap_model(model[0] if isinstance(model, Sequence) else model), MODEL, None)
 
 
 def _split(model: nn.Module | Sequence[nn.Module]) -> Any:
     """The `RankModel` of chunks whose vocabulary layers are split; None for other chunks."""
-    chunk = unwrap_model(model[0] if isinstance(model, Sequence) else model)
-    built = getattr(chunk, MODEL, None)
+    built = _model_of(model)
     return built if built is not None and built.whole else None
 
 
@@ -105,6 +110,17 @@ def _fill(layers: Sequence[nn.Module | None], shard: nn.Module | None, built: An
     whole_vh, _ = moved_rows(None if shard is None else shard.weight, rows.start(rank), wanted, group)
     for layer in filled:
         layer.weight.data = whole_vh
+
+
+@torch.no_grad()
+def _write(layers: Sequence[nn.Module | None], shard: nn.Module | None, built: Any) -> None:
+    """The inverse of `_fill`: copy this rank's rows to its shard from the layers of all ranks."""
+    rows, group, part_vh = built.rows, built.groups.mp, next((each.weight for each in layers if each is not None), None)
+    rank = dist.get_rank(group)
+    start = rank % rows.tensor * (rows.vocab_size // rows.tensor)
+    own_vh, _ = moved_rows(part_vh, start, range(rows.start(rank), rows.start(rank + 1)), group)
+    if shard is not None:
+        shard.weight.copy_(own_vh)
 
 
 def moved_rows(
@@ -138,9 +154,9 @@ def moved_rows(
     return wanted_vh, trained
 
 
-def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _viewing(original: Callable[..., Any], write: bool = False) -> Callable[..., Any]:
     """Wrap a method of Megatron-Bridge so that it finds the model's vocabulary layers unsharded. If the method yields
-    weights, the layers stay unsharded until it has finished.
+    weights, the layers stay unsharded until it has finished. `write`: whether it changes them.
     """
     signature = inspect.signature(original)
 
@@ -151,25 +167,13 @@ def _viewing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with whole_vocabulary(signature.bind(*args, **kwargs).arguments["megatron_model"]):
+        with whole_vocabulary(signature.bind(*args, **kwargs).arguments["megatron_model"], write):
             return original(*args, **kwargs)
 
     return stream if inspect.isgeneratorfunction(original) else call
 
 
-def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse Hugging Face weights that would be loaded after the split, because they would not reach the shards."""
-
-    @wraps(original)
-    def load(self: Any, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-        if _split(megatron_model) is not None:
-            raise UserError(
-                "Megatron-Bridge cannot load Hugging Face weights into this model, because its vocabulary layers are "
-                "already split: load the weights before the split, with to_megatron_provider(load_weights=True)"
-            )
-        return original(self, hf_pretrained, megatron_model, *args, **kwargs)
-
-    return load
+_loading = partial(_viewing, write=True)
 
 
 def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
@@ -177,8 +181,8 @@ def _tying_by_stage(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def broadcast_shared_embeddings(self: Any, megatron_model: nn.Module | Sequence[nn.Module]) -> None:
-        placement = current().placement
-        if placement.last_rank + 1 == placement.ranks:
+        built = _model_of(megatron_model)
+        if built is None or built.job.placement.last_rank + 1 == built.job.placement.ranks:
             original(self, megatron_model)
         # If the last stage is on another rank, no copy is needed, because the shards of a tied weight are cut from the
         # embedding.

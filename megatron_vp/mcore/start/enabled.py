@@ -12,8 +12,10 @@ import argparse
 import gc
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
@@ -27,6 +29,12 @@ class Handle:
 
     def __init__(self, before: Sequence[patches.Patch]) -> None:
         self._before = {patch.target for patch in before}
+
+    def plain_models(self) -> AbstractContextManager[Any]:
+        """A context that leaves the models that are built inside to Megatron, for critics and reward models, which
+        have heads of their own, and for reference models. Megatron's own schedule runs them, inside and afterwards.
+        """
+        return mock.patch.object(settled.process, "plain", True)
 
     def disable(self) -> None:
         """Undo the call of `megatron_vp.enable` and restore Megatron. Models built after that call can no longer be
@@ -51,7 +59,9 @@ def enable(settings: Mapping[str, Any]) -> Handle:
 
         parser: Any = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
         args, words = parser.parse_call(settings)
-        settled.process.own_loop = OwnLoop(words, partial(_settle, settings, words, args))
+        settled.process.own_loop = OwnLoop(
+            words, partial(_described, args, settings), partial(_settle, settings, words)
+        )
         if run_settings(args).replaces_schedule:
             _require_no_model()
         patch_table.require_fit(args)
@@ -82,14 +92,11 @@ _OF_THE_SCRIPT = {"eval_interval": 1, "micro_batch_size": 1}
 """Arguments that our rules read, but that only the script's loop knows."""
 
 
-def _settle(
-    settings: Mapping[str, Any], words: tuple[str, ...], called: Arguments, model: Mapping[str, Any]
-) -> SettledJob:
+def _settle(settings: Mapping[str, Any], words: tuple[str, ...], given: Arguments) -> SettledJob:
     from megatron_vp.mcore.options.settle import settled_job
     from megatron_vp.mcore.start.banner import print_banner
     from megatron_vp.mcore.start.same_job import require_same_job, settle_with_one_order
 
-    given = _described(called, settings, model)
     settled.process.words = Words(words)
     job = settled_job(given)
     require_same_job(job)

@@ -136,7 +136,8 @@ def compare(own: dict[str, str], seconds: float) -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         return
-    first, others, verdict = (Notes(f"start/{topic}") for topic in ("first", "others", "verdict"))
+    models = len(process.own_loop.jobs) if process.own_loop else 0  # Each is compared in notes of its own.
+    first, others, verdict = (Notes(f"start{models or ''}/{topic}") for topic in ("first", "others", "verdict"))
     if rank == 0:
         first.leave(0, json.dumps(own))
     known = json.loads(_all_of(first, range(1), seconds)[0])

@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_vp.errors import UserError
 from megatron_vp.jobs.known_options import Arguments
-from megatron_vp.mcore.settled import ROLES
+from megatron_vp.mcore.settled import ROLES, is_plain
 from megatron_vp.schedule import Placement
 
 
@@ -78,10 +78,12 @@ _OF_ONE_LAYOUT = ("dp_reshardable", "dp_zero_gather_scatter")
 """Formats that load correctly only with the layout of the run that wrote them."""
 
 
-def _refusing(form: str, _original: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(form: str, original: Callable[..., Any]) -> Callable[..., Any]:
     def sharded_param_state(
         self: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> Any:
+        if is_plain(self.model_chunks):
+            return original(self, model_sharded_state_dict, is_loading, metadata)
         raise UserError(
             f"the optimizer state in this checkpoint has the format {form}, which can be loaded correctly only if the "
             f"model is split over the ranks as in the run that saved it, but the checkpoint does not record that "

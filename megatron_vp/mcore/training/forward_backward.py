@@ -20,6 +20,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.jobs.layout_text import stages_behind_mtp
 from megatron_vp.mcore.model.preparation import RankModel, prepare
 from megatron_vp.mcore.reports.watch import watch
+from megatron_vp.mcore.settled import is_plain
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
 from megatron_vp.runtime.buffers import Shapes
@@ -115,6 +116,16 @@ def forward_backward(
     if timers is not None:
         timers("forward-backward").stop()
     return megatron.losses
+
+
+def running(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Replace one of Megatron's schedules, except for models that were built inside `Handle.plain_models`."""
+
+    @wraps(original)
+    def run(*, model: torch.nn.Module | list[torch.nn.Module], **given: Any) -> list[Any]:
+        return (original if is_plain(model) else forward_backward)(model=model, **given)
+
+    return run
 
 
 _LEAVE_OUT = "leave --vocab-parallel and --pipeline-schedule out"

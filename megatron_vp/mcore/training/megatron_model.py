@@ -17,7 +17,12 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.model.delayed_weights import delaying_layers
 from megatron_vp.mcore.model.layer_plans import Plan, plan_of, run_plans
 from megatron_vp.mcore.model.multi_token import append_next_tokens, with_further_predictions
-from megatron_vp.mcore.model.split_backward import accumulate_all, accumulate_collected, backward_without_weights
+from megatron_vp.mcore.model.split_backward import (
+    accumulate_all,
+    accumulate_collected,
+    backward_without_weights,
+    forward_of,
+)
 from megatron_vp.mcore.training.capture import Capture, capture, check_packed
 from megatron_vp.mcore.training.loss_check import check_labels
 from megatron_vp.mcore.training.token_outputs import (
@@ -173,14 +178,15 @@ class MegatronModel:
         replaced: dict[str, Any] = {} if labels_bs is None else {"labels": labels_bs}
         if self.request is not None and part.core.post_process:
             replaced |= {"output_processor": token_log_probs, "output_processor_context": self.request}
-        if self._overlaps:
-            self._plans[chunk, microbatch] = captured.run(partial(plan_of, part.core), {}, **replaced)
-            output = run_plans(self._plans[chunk, microbatch], *behind)
-            if hasattr(part.core, "received_embedding"):
-                rows = part.core.received_embedding.word_embeddings
-                rows.ahead = rows.beyond = None
-        else:
-            output = captured.run(part.model, self._output_options, **replaced)
+        with forward_of(part.core):
+            if self._overlaps:
+                self._plans[chunk, microbatch] = captured.run(partial(plan_of, part.core), {}, **replaced)
+                output = run_plans(self._plans[chunk, microbatch], *behind)
+                if hasattr(part.core, "received_embedding"):
+                    rows = part.core.received_embedding.word_embeddings
+                    rows.ahead = rows.beyond = None
+            else:
+                output = captured.run(part.model, self._output_options, **replaced)
         if self.request is not None and part.core.post_process:
             output = output.values()
         part.core.set_input_tensor(None)
