@@ -95,28 +95,22 @@ def rows(cases: Sequence[Case], budget: int | None = None) -> Iterator[dict[str,
             }
 
 
-def _sizes(run: dict[str, Any]) -> str:
+def _cell(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return "-"
     sizes = "x".join(str(run[name]) for name in ("tensor", "context", "pipeline", "expert"))
-    return f"{run['schedule']} {run['method']}, {sizes}{', recomputed' * (run['recompute'] != 'none')}"
+    numbers = f"{run['iteration_seconds']:.4g} s, {run['peak_memory_bytes'] / GIB:.1f} GiB"
+    return f"{run['schedule']} {run['method']} {sizes}{', recomputed' * (run['recompute'] != 'none')}: {numbers}"
 
 
 def to_markdown(found: Sequence[dict[str, Any]]) -> str:
     """The rows as a table."""
-    lines = [
-        "| model | GPUs | GiB | best without | s | GiB | best with | s | GiB | speed-up | answer |",
-        "|---" * 11 + "|",
-    ]
+    lines = ["| job | best without | best with | speed-up |", "|---" * 4 + "|"]
     for row in found:
-        runs = (row["without"], row["with"])
-        cells = (
-            f"{_sizes(run)} | {run['iteration_seconds']:.4g} | {run['peak_memory_bytes'] / GIB:.1f}"
-            if run
-            else "- | - | -"
-            for run in runs
-        )
-        job = f"{row['model']} | {row['gpus']} {row['hardware'].upper()} | {row['limit_gib']:.0f}"
+        job = f"{row['model']}, {row['gpus']} {row['hardware'].upper()}, {row['limit_gib']:.0f} GiB"
         speedup = "-" if row["speedup"] is None else f"{row['speedup']:.3f}"
-        lines.append(f"| {job} | {' | '.join(cells)} | {speedup} | {row['answer']} |")
+        gain = speedup + f", {row['answer']}" * (row["answer"] != "faster")
+        lines.append(f"| {job} | {_cell(row['without'])} | {_cell(row['with'])} | {gain} |")
     return "\n".join(lines) + "\n"
 
 

@@ -279,19 +279,16 @@ def simulated(gpu: str, job: Job) -> Simulated:
 def by_family(rows: Sequence[Simulated]) -> str:
     """A table of times and memory by family and GPU, for the GPUs that the cost model knows."""
     known = [row for row in rows if row.found and row.gpu in SIMULATED]
-    lines = [
-        "| family | GPU | recipes | unchanged | split | least | best | least | GiB | split | best | smallest |",
-        "|---" * 12 + "|",
-    ]
+    lines = ["| recipes | number | split | best | GiB | split | best | smallest |", "|---" * 8 + "|"]
     groups = dict.fromkeys((row.family, row.gpu) for row in known)
-    for family, gpu in [*groups, ("**all**", "")]:
-        those = [row for row in known if family == "**all**" or (row.family, row.gpu) == (family, gpu)]
+    for group in [*groups, None]:
+        those = [row for row in known if group in (None, (row.family, row.gpu))]
         if those:
             ratios = [[row.ratio(way) for row in those] for way in (1, 2)]
-            unchanged = sum(len({each["method"] for each in row.found[:2]}) == 1 for row in those)
-            numbers = " | ".join(f"{fmean(each):.3f} | {min(each):.3f}" for each in ratios)
+            numbers = " | ".join(f"{fmean(each):.3f} ({min(each):.3f})" for each in ratios)
             memory = " | ".join(f"{fmean(row.memory[way] for row in those):.1f}" for way in range(4))
-            lines.append(f"| {family} | {gpu.upper()} | {len(those)} | {unchanged} | {numbers} | {memory} |")
+            name = f"{group[0]} {group[1].upper()}" if group else "**all**"
+            lines.append(f"| {name} | {len(those)} | {numbers} | {memory} |")
     return "\n".join(lines)
 
 
@@ -364,7 +361,7 @@ def main() -> int:
         print(table := by_family(predicted), simulated_tables(predicted), sep="\n\n")
         if given.write:
             of = f"Recipes for H100 and B200, Megatron-Bridge {__version__}"
-            nvidia_jobs.write("predicted", f"{of}; ratio: plain time over time with the split:\n\n{table}")
+            nvidia_jobs.write("predicted", f"{of}; plain time over the run's, mean (least), then mean GiB:\n\n{table}")
         return 0
     written = nvidia_jobs.tables(f"Results for Megatron-Bridge {__version__}", answers)
     if given.write:
