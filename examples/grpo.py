@@ -113,6 +113,7 @@ def call(tokens, rewards, old, forward_only):
     )
 
 
+history = []
 for step in range(STEPS):
     if step == 0 or "--draw-once" not in sys.argv:
         refit()
@@ -125,5 +126,5 @@ for step in range(STEPS):
     reports = call(tokens, rewards, old, forward_only=False)
     optimizer.step()
     if reports:
-        loss, entropy = torch.stack(reports).mean(0).tolist()
-        print(f"step {step}: reward {rewards.mean():.3f}, loss {loss:.8f}, entropy {entropy:.6f}")
+        history.append([rewards.mean().item(), *torch.stack(reports).mean(0).tolist()])  # with loss and entropy
+        print(f"step {step}: reward {history[-1][0]:.3f}, entropy {history[-1][2]:.3f}")

@@ -35,9 +35,12 @@ def built(source, ranks, chunks, tensor):
 def trained(model):
     """Train `model`, of which the optimizer already exists, for one iteration."""
     import torch
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.utils import get_model_config
 
+    get_model_config(model[0]).finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, clip_grad=0.0), model)
     generator = torch.Generator().manual_seed(7)
     sizes = bridge_loop.BATCH, bridge_loop.SEQUENCE
