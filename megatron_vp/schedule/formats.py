@@ -94,8 +94,8 @@ def _entries(instruction: Instruction, vocab_members: Sequence[int]) -> Iterator
             for kind, microbatch, chunk in passes_of(instruction):
                 yield {"do": "run", "pass": kind.value, "chunk": chunk, "microbatch": microbatch} | joined
         case Load() | Loss():
-            kind = type(instruction).__name__.upper()
-            yield {"do": "run", "pass": kind, "chunk": 0, "microbatch": instruction.microbatch}
+            name = type(instruction).__name__.upper()
+            yield {"do": "run", "pass": name, "chunk": 0, "microbatch": instruction.microbatch}
         case Post(operation) | Wait(operation):
             yield {
                 "do": "post" if isinstance(instruction, Post) else "wait",

@@ -61,11 +61,11 @@ def reorder_for_costs(
         named = dict(zip(numbers, steps, strict=True))
         ranks.append(tuple(named[number] for number in order))
     partners = schedule.partners
-    pairs = [
+    joined = [
         tuple((step, partners[rank, step]) for step in order if step.kind is PassKind.F and (rank, step) in partners)
         for rank, order in enumerate(ranks if partners else ())
     ]
-    return replace(schedule, ranks=tuple(ranks), pairs=tuple(pairs))
+    return replace(schedule, ranks=tuple(ranks), pairs=tuple(joined))
 
 
 def linked_graph(schedule: Schedule, links: Sequence[Link] = ()) -> Graph:

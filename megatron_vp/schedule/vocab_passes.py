@@ -37,8 +37,8 @@ class Nominal:
 def nominal_schedule(
     name: str, block: BuildingBlock, microbatches: int, vocab: VocabMethod, vocab_ranks: Collection[int]
 ) -> Nominal:
-    """Sort every rank's passes by their nominal times. Each barrier of `vocab`, and each step of `block.apart`,
-    delays all backwards by `block.step`.
+    """Sort every rank's passes by their nominal times. Each barrier of `vocab` and each step of `block.apart` delays
+    all backwards by `block.step`.
     """
     delay = (vocab.barriers + block.apart) * block.step
     width = 0.01 * block.forward_time

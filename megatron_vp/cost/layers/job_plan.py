@@ -164,12 +164,20 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
         "activation_limit": plan.activation_limit or None,
         "offload_chunks": plan.offload_chunks or None,
         **layout,
+        **dropped(config, plan),
     }
     defaults = {"vocab_parallel": False, "pipeline_schedule": DEFAULT_SCHEDULE}
     settings = {name: value for name, value in wanted.items() if value != config.get(name, defaults.get(name))}
     if plan.vocab.is_sharded:  # The settings name the algorithm even if it is the default.
         settings.setdefault("vocab_parallel_algorithm", plan.vocab.value)
     return settings
+
+
+def dropped(values: Mapping[str, Any], plan: Plan) -> dict[str, None]:
+    """The job's options that `plan` must leave out, because its schedule has no passes that run as one."""
+    options = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
+    alone = plan.has_pairs or (values.get("pipeline_model_parallel_size") or 1) == 1
+    return {} if alone or not values.get(options[0]) else {name: None for name in options if values.get(name)}
 
 
 def _stages(plan: Plan, job: Job) -> int:

@@ -409,6 +409,15 @@ class Plan:
         return self.vocab is VocabMethod.NONE and family(self.schedule).in_megatron and not self.offload_chunks
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether forwards and backwards can run as one."""
+        return not self.offload_chunks and family(self.schedule).has_pairs
+
+    def runs_pairs(self, job: Job) -> bool:
+        """Whether forwards and backwards of `job` run as one."""
+        return job.expert_overlap and job.pipeline > 1 and self.has_pairs
+
+    @property
     def title(self) -> str:
         """The method, and whether the vocabulary shards are balanced."""
         return self.method + (", balanced" if self.vocab_rows else "")
@@ -440,7 +449,7 @@ class Plan:
             vocab_ranks=holders,
             further_orders=further_orders,
             offload_chunks=self.offload_chunks,
-            overlapped=job.expert_overlap and job.pipeline > 1 and record.has_pairs and not self.offload_chunks,
+            overlapped=self.runs_pairs(job),
         )
 
     def check(self, job: Job) -> None:

@@ -84,6 +84,10 @@ def bound(plan: Plan, job: Job, hardware: Hardware) -> Bound:
     away, plan = plan.offload_chunks, replace(plan, offload_chunks=0)
     single, peaks = single_microbatch(plan, job), plan.request(job).promised_peaks
     placement, costs = single.placement, stage_costs(job, plan, single, hardware)
+    if costs.hidden:  # A backward may run as one with the forward that saves most.
+        forward = max(saved for saved, _ in costs.hidden)
+        shorter = (max(0.0, B - own - forward) for B, (_, own) in zip(costs.B, costs.hidden, strict=True))
+        costs = replace(costs, B=tuple(shorter))
     memory = memory_model(job, plan, single, hardware)
     split, sharded = single.split_backward, plan.vocab.is_sharded
     whole = costs.B if split else tuple(map(sum, zip(costs.B, costs.W, strict=True)))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_vp.cost.hardware.gpus import Hardware
+from megatron_vp.cost.layers.job_plan import dropped
 from megatron_vp.cost.layers.layer_types import head_kinds
 from megatron_vp.cost.layers.shapes import Job, Plan
 from megatron_vp.cost.planning.layer_division import divided, layer_seconds, sloping
@@ -30,6 +31,7 @@ two cores.
 
 def refusal(values: Mapping[str, Any], plan: Plan) -> str | None:
     """Why training refuses `plan` for a job with these arguments, as far as our own options tell; see `OPTIONS`."""
+    values = {**values, **dropped(values, plan)}
     record, split, given = family(plan.schedule), plan.vocab is not VocabMethod.NONE, Arguments.given(values)
     holds = {
         "our schedules": split or not record.in_megatron or plan.offload_chunks,

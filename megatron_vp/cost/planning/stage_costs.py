@@ -76,7 +76,7 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
 
     slowed = slow(stages)
     hidden: list[tuple[float, float]] = []
-    if any(schedule.pairs):
+    if plan.runs_pairs(job):
         paired = slow(stage_times(PassTimes(job, hardware), plan.vocab, layers, schedule.split_backward))
         hidden = [(alone.F - own.F, alone.B - own.B) for alone, own in zip(slowed, paired, strict=True)]
     F, B, W = zip(*slowed, strict=True)
