@@ -15,7 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-VOCAB, SEQUENCE, BATCH, MICROBATCHES = 40, 64, 2, 4
+VOCAB, SEQUENCE, BATCH, MICROBATCHES, LAYERS = 40, 64, 2, 4, 4
 
 
 def samples():
@@ -50,7 +50,7 @@ def build(config, chunks, tied, hook):
     return [DistributedDataParallel(config, ddp, part, disable_bucketing=bool(i)) for i, part in enumerate(parts)]
 
 
-def start(ranks, chunks=1, tied=False, tensor=1, hook=list):
+def start(ranks, chunks=1, tied=False, tensor=1, hook=list, context=1):
     """The chunks of a model on `ranks` pipeline ranks of `tensor` tensor ranks each.
 
     `hook` is given the rank's chunks before they are wrapped, and returns them.
@@ -60,16 +60,17 @@ def start(ranks, chunks=1, tied=False, tensor=1, hook=list):
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=context,
     )
-    return build(configuration(ranks, chunks, tensor), chunks, tied, hook)
+    return build(configuration(ranks, chunks, tensor, context), chunks, tied, hook)
 
 
-def configuration(ranks, chunks=1, tensor=1, **sizes):
+def configuration(ranks, chunks=1, tensor=1, context=1, **sizes):
     """A model's configuration; restarts the generators from which its weights are drawn."""
-    torch.manual_seed(1234 + 100 * dist.get_rank())
+    torch.manual_seed(1234 + 100 * (dist.get_rank() // context))
     model_parallel_cuda_manual_seed(1234)
     config = TransformerConfig(
-        **{"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4} | sizes,
+        **{"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4} | sizes,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=True,
@@ -77,6 +78,7 @@ def configuration(ranks, chunks=1, tensor=1, **sizes):
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=ranks,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        context_parallel_size=context,
         # Megatron's interleaved schedule mixes up the messages of two ranks that it does not overlap.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,29 +20,37 @@ slow = pytest.mark.slow
 POLICY = {"temperature": 2.0, "entropy": True}
 BONUS = {"temperature": 0.3, "entropy_gradient": True}
 ALONE: dict = {}
+SHARDS = {2: "24,16", 3: "8,20,12", 4: "8,16,0,16"}
+HALF = {"pipeline_schedule": "v-half"}
+OF_PLAIN = {"lengths", "num_layers", "softcap", "context", *token_loop.MUP}
 ONE, TWO = ({"vocab_parallel": True, "vocab_parallel_algorithm": f"vocab-{index}"} for index in (1, 2))
 
 
 @cache
-def _plain(ranks, chunks, tied, lengths=None, mup=False):
+def _plain(ranks, chunks, tied, context=1, **options):
     requests = (POLICY, BONUS, ALONE)
-    options = token_loop.MUP if mup else {}
-    found = run_ranks(ranks, token_loop.train, None, requests, chunks, tied, 1, True, lengths=lengths, **options)
-    return {str(request): token_loop.merged([rank[index] for rank in found]) for index, request in enumerate(requests)}
+    options["context"] = context
+    found = run_ranks(ranks * context, token_loop.train, None, requests, chunks, tied, 1, True, **options)
+    return {
+        str(request): [token_loop.merged([rank[index] for rank in found[part::context]]) for part in range(context)]
+        for index, request in enumerate(requests)
+    }
 
 
 def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options):
+    data, context = options.get("data", 1), options.get("context", 1)
+    stages = ranks // tensor // data // context
+    if settings and "vocab_parallel" in settings:
+        settings = {"vocab_shards": SHARDS[stages]} | settings
     ours = run_ranks(ranks, token_loop.train, settings, requests, chunks, tied, tensor, False, inside, **options)
-    # Data-parallel ranks follow each other; all replicas get the same data.
-    data = options.get("data", 1)
-    ours, ranks = ours[::data], ranks // data
-    for index, request in enumerate(requests):
-        found, told = token_loop.merged([rank[index] for rank in ours], tensor)
-        # An interleaved model has the initial weights of Megatron's.
-        as_megatron = 1 if (settings or {}).get("pipeline_schedule", "interleaved") != "interleaved" else chunks
-        expected, reports = _plain(ranks // tensor, as_megatron, tied, options.get("lengths"), "use_mup" in options)[
-            str(request)
-        ]
+    # Data-parallel ranks follow each other; all replicas get the same data. So do context-parallel ranks.
+    ours = ours[::data]
+    # An interleaved model has the initial weights of Megatron's.
+    as_megatron = 1 if (settings or {}).get("pipeline_schedule", "interleaved") != "interleaved" else chunks
+    same = {name: value for name, value in options.items() if name in OF_PLAIN}
+    for index, part in product(range(len(requests)), range(context)):
+        found, told = token_loop.merged([rank[index] for rank in ours[part::context]], tensor)
+        expected, reports = _plain(stages, as_megatron, tied, **same)[str(requests[index])][part]
         if tied and settings:
             expected = {name: value for name, value in expected.items() if name != "output_layer.weight"}
         for call, plain in zip(told, reports, strict=True):
@@ -53,10 +62,10 @@ def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options)
                     np.testing.assert_allclose(values, whole, atol=BOUND * max(1, np.abs(whole).max()))
         assert settings is None or found.keys() == expected.keys()
         for name, value in found.items():
-            if (
-                value.shape == expected[name].shape
-            ):  # With tensor parallelism, layers are compared only if they are whole.
-                bound = BOUND * (1 if tensor == 1 else 2) * np.abs(expected[name]).max()  # other orders of sums
+            # With tensor parallelism, layers are compared only if they are whole.
+            if tensor == 1 or value.shape == expected[name].shape:
+                others = tensor > 1 or inside == "packed"  # Sums have other orders.
+                bound = BOUND * (1 + others) * np.abs(expected[name]).max()
                 assert np.abs(value - expected[name]).max() <= bound, name
 
 
@@ -116,17 +125,26 @@ def test_microbatches_of_different_lengths_are_those_of_padded_ones(settings, re
 
 
 @slow
-@pytest.mark.parametrize(("settings", "chunks"), [(ONE, 1), (TWO | {"pipeline_schedule": "v-half"}, 2), (None, 1)])
-def test_logits_that_the_model_scales(settings, chunks):
-    _compare(settings, [POLICY], 2, chunks, False, 1, False, **token_loop.MUP)
-
-
-@slow
 @pytest.mark.parametrize(
-    ("settings", "request_", "chunks"), [(ONE | {"pipeline_schedule": "v-half"}, BONUS, 2), (TWO, POLICY, 1)]
+    ("settings", "request_", "ranks", "chunks", "inside", "options"),
+    [
+        (ONE, POLICY, 2, 1, False, token_loop.MUP),
+        (TWO | HALF, POLICY, 2, 2, False, token_loop.MUP),
+        (None, POLICY, 2, 1, False, token_loop.MUP),
+        (ONE | HALF, BONUS, 2, 2, True, {"softcap": 0.3}),
+        (TWO, POLICY, 2, 1, False, {"softcap": 0.3}),
+        (ONE | HALF, BONUS, 4, 2, True, {"data": 2}),
+        (TWO, POLICY, 4, 1, True, {"data": 2}),
+        (ONE | {"core_attention": "sdpa"}, BONUS, 4, 1, True, {"context": 2}),
+        (TWO | HALF | {"core_attention": "sdpa"}, POLICY, 4, 2, False, {"context": 2}),
+        (ONE | {"pipeline_schedule": "zb-h1"}, BONUS, 3, 1, False, {"num_layers": 6}),
+        (TWO | HALF, POLICY, 3, 2, True, {"num_layers": 6}),
+        (ONE, BONUS, 2, 1, "packed", token_loop.VARIABLE | {"lengths": token_loop.LENGTHS}),
+        (TWO | HALF, POLICY, 2, 2, "packed", token_loop.VARIABLE | {"lengths": token_loop.LENGTHS}),
+    ],
 )
-def test_two_replicas(settings, request_, chunks):
-    _compare(settings, [request_], 4, chunks, False, 1, True, data=2)
+def test_other_models_and_ranks(settings, request_, ranks, chunks, inside, options):
+    _compare(settings, [request_], ranks, chunks, False, 1, inside, **options)
 
 
 @slow
@@ -144,7 +162,7 @@ def test_requests_that_do_not_fit_are_refused_on_all_ranks_by_name():
     first, last = run_ranks(2, token_loop.refused, TWO)
     # The loss function runs on the last rank alone.
     assert first.pop() == [] and last.pop().startswith("the loss depends on the entropy, but the TokenRequest has")
-    assert len(first) == len(last) == 7
+    assert len(first) == len(last) == 9
     for own, other, said in zip(
         first,
         last,
@@ -156,6 +174,8 @@ def test_requests_that_do_not_fit_are_refused_on_all_ranks_by_name():
             "forward_step ran out of data",
             r"microbatch 0 has the shape \(2, 56\) on rank 1, but \(2, 64\) on rank 0: with variable_seq_lengths",
             "--vocab-z-loss changes the loss",
+            "--vocab-label-smoothing changes the loss",
+            "--mtp-num-layers changes the loss",
         ],
         strict=True,
     ):

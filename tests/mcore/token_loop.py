@@ -10,8 +10,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from tests.harness.ranks import process_group
 from tests.mcore import own_loop
@@ -60,8 +64,9 @@ def trained(model, mask, result):
 
 
 def forward_step(request, whole, inside, iterator, model):
-    ids, labels, mask, advantages = next(iterator)
-    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)[:, : ids.shape[1]]
+    sample = next(iterator)
+    places = torch.arange(SEQUENCE).expand(BATCH, SEQUENCE)[:, : sample[0].shape[1]]
+    ids, labels, mask, advantages, places = map(on_this_rank, (*sample, places))
     loss = partial(surrogate, request, mask, advantages)
     if whole:
         return model(ids, places, None), lambda logits: loss(*of_logits(request, labels, logits))
@@ -76,11 +81,26 @@ def forward_step(request, whole, inside, iterator, model):
 
         context = FusedOutputProcessorContext(temperature=request.temperature)
         asked = {"output_processor": fused_output_processor, "output_processor_context": context}
+    if inside == "packed":
+        ids, places, rows, length = ids.reshape(1, -1), places.reshape(1, -1), labels.reshape(1, -1), ids.shape[1]
+        ends = torch.arange(BATCH + 1, dtype=torch.int32) * length
+        packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=length, max_seqlen_kv=length)
+        output = model(ids, places, None, labels=rows, packed_seq_params=packed, **asked)
+        return output, lambda given: trained(
+            model, mask, loss(given.log_probs.view(BATCH, -1), given.entropy.view(BATCH, -1))
+        )
     output = model(ids, places, None, labels=labels, **asked)
     if inside and isinstance(output, TokenOutputs):
         result = loss(output.log_probs, output.entropy)
         return output, lambda _: trained(model, mask, result)
     return output, lambda given: trained(model, mask, loss(given.log_probs, given.entropy))
+
+
+def on_this_rank(values_bs):
+    """The two pieces of each sequence that this context-parallel rank has."""
+    ranks, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    pieces = values_bs.chunk(2 * ranks, 1)
+    return torch.cat([pieces[rank], pieces[-1 - rank]], 1) if ranks > 1 else values_bs
 
 
 def call(model, request, whole=False, inside=False, forward_only=False, step=forward_step, lengths=None):
@@ -92,7 +112,7 @@ def call(model, request, whole=False, inside=False, forward_only=False, step=for
             model=model if chunks > 1 else model[0],
             num_microbatches=MICROBATCHES,
             seq_length=SEQUENCE if lengths is None or whole else 1,
-            micro_batch_size=BATCH,
+            micro_batch_size=1 if inside == "packed" else BATCH,
             forward_only=forward_only,
         )
 
@@ -123,7 +143,38 @@ def as_in_nemo_rl():
 PACKAGES = {"verl": as_in_verl, "nemo": as_in_nemo_rl}
 
 
-def started(ranks, settings, chunks, tied, tensor, **options):
+class Gemma2OutputLayer:
+    """Megatron-Bridge's extension of Megatron's output layer, which caps the logits."""
+
+    __module__ = "megatron.bridge.models.gemma.gemma2_provider"
+
+    def forward(self, *args, **kwargs):
+        logits, bias = super().forward(*args, **kwargs)
+        return self.config.final_logit_softcapping * torch.tanh(logits / self.config.final_logit_softcapping), bias
+
+
+class Capped(Gemma2OutputLayer, ColumnParallelLinear):
+    pass
+
+
+def capping(softcap, parts):
+    for part in parts if softcap else ():
+        part.config.final_logit_softcapping = softcap
+        if part.post_process:
+            part.output_layer.__class__ = Capped
+    return parts
+
+
+def with_other_attention():
+    """Layers whose attention knows packed sequences and context parallelism."""
+    from megatron_vp.mcore.model.attention import ScaledDotProductAttention
+
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = ScaledDotProductAttention
+    return spec
+
+
+def started(ranks, settings, chunks, tied, tensor, *, num_layers=4, softcap=0.0, context=1, packs=False, **options):
     import megatron_vp
     from megatron_vp.mcore import patch_table, patches
 
@@ -132,7 +183,10 @@ def started(ranks, settings, chunks, tied, tensor, **options):
     else:
         megatron_vp.enable(**settings)
     own_loop.TransformerConfig = partial(own_loop.TransformerConfig, **options)
-    return own_loop.start(ranks, chunks, tied, tensor)
+    own_loop.LAYERS = num_layers
+    if packs or context > 1:
+        own_loop.get_gpt_layer_local_spec = with_other_attention
+    return own_loop.start(ranks, chunks, tied, tensor, partial(capping, softcap), context)
 
 
 def train(
@@ -147,6 +201,7 @@ def train(
     inside=False,
     lengths=None,
     data=1,
+    context=1,
     **options,
 ):
     """For every request, a forward-only call and a training call: reports of both, and gradients by global name."""
@@ -155,7 +210,8 @@ def train(
     from megatron_vp import TokenRequest
 
     with process_group(rank, world), PACKAGES.get(inside, nullcontext)():
-        model, results = started(world // tensor // data, settings, chunks, tied, tensor, **options), []
+        options |= {"context": context, "packs": inside == "packed"}
+        model, results = started(world // tensor // data // context, settings, chunks, tied, tensor, **options), []
         for asked in requests:
             request = TokenRequest(**asked)
             told = call(model, request, whole, inside, forward_only=True, lengths=lengths)
@@ -187,7 +243,7 @@ def merged(ranks, tensor=1):
             cut = "word_embeddings" in name or "output_layer" in name
             if cut and name in whole and len(whole[name]) < VOCAB:
                 value = np.concatenate([whole[name], value])
-            elif tensor > 1 and name in whole and not cut:
+            elif name in whole and (not len(value) or (tensor > 1 and not cut)):
                 continue
             whole[name] = value
         reports = [each or own for each, own in zip(told, reports or told, strict=True)]
@@ -223,9 +279,11 @@ def refused(rank, world, settings):
         tell(TokenRequest(entropy_gradient=True))
         tell(None, missing_data if rank else forward_step)
         tell(None, shorter if rank else forward_step)
-        object.__setattr__(arguments, "vocab_z_loss", 0.1)
-        tell(TokenRequest())
-        object.__setattr__(arguments, "vocab_z_loss", 0.0)
+        model[0].config.variable_seq_lengths = False
+        for option in ("vocab_z_loss", "vocab_label_smoothing", "mtp_num_layers"):
+            object.__setattr__(arguments, option, 1)
+            tell(TokenRequest())
+            object.__setattr__(arguments, option, 0)
         tell(TokenRequest(entropy=True), entropy_unasked)
         return told
 
