@@ -9,6 +9,7 @@ from megatron_vp.errors import UserError
 from megatron_vp.mcore.options import host_room
 from megatron_vp.mcore.start.preflight import check_job
 from tests.harness.training import tiny_model
+from tests.mcore.case_parts import ALL_TO_ALL, PAIRS
 
 
 def check(flags, **settings):
@@ -44,6 +45,18 @@ def check(flags, **settings):
             "--recompute-num-layers 1",
             "--offload-chunks all with --recompute-granularity full is not supported: recomputed layers keep only",
         ),
+        (
+            "--vocab-parallel --pipeline-schedule v-half --overlap-moe-expert-parallel-comm",
+            "this schedule runs no forward and backward as one; use dualpipe-v, or interleaved with",
+        ),
+        (
+            "--pipeline-schedule dualpipe-v --overlap-moe-expert-parallel-comm --dataloader-inter-document-masking",
+            "--overlap-moe-expert-parallel-comm and --dataloader-inter-document-masking is not supported: here,",
+        ),
+        (
+            "--pipeline-schedule dualpipe-v --overlap-moe-expert-parallel-comm --offload-chunks 1",
+            "--offload-chunks 1 with --overlap-moe-expert-parallel-comm is not supported: activations are moved",
+        ),
         ("--tp 2", "unrecognized arguments: --tp 2; the nearest known option is --tensor-model-parallel-size"),
     ],
 )
@@ -51,6 +64,14 @@ def test_what_training_refuses_is_refused(tmp_path, flags, said):
     with pytest.raises(UserError) as refused:
         check(flags.format(folder=tmp_path / "trace"), vocab_size=63)
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_plain_megatron_is_said_to_lose_the_final_norm_behind_a_dense_layer():
+    stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "bf16": True}
+    words = ["--cpu", *tiny_model(**stages, **ALL_TO_ALL, **PAIRS), "--moe-layer-freq"]
+    for dense, frequency in ((False, "1"), (True, "2"), (True, "([1]*3+[0])")):
+        said = check_job([*words, frequency], 4, rehearse=lambda job: ()).warnings
+        assert any("leaves out the final norm" in each for each in said) == dense
 
 
 def test_activations_that_leave_the_device_need_room_on_the_host(monkeypatch):

@@ -23,6 +23,7 @@ from tests.mcore.case_parts import (
     HYBRID,
     MOE,
     MOVES,
+    PAIRS,
     RESHARDABLE,
     SEQUENCE,
     chunks,
@@ -54,11 +55,12 @@ class Layout:
 
     @classmethod
     def read(cls, text: str) -> Layout:
-        """A layout written as `METHOD [pN] [tN] [dN] [eN] [VN] [rN,N...]`.
+        """A layout written as `METHOD [pN] [tN] [dN] [eN] [VN] [o1] [rN,N...]`.
 
         METHOD is `plain` or `schedule/algorithm`, the algorithm `none` without --vocab-parallel. p, t and e are sizes
         of pipeline, tensor and expert parallelism, d is the number of replicas, each 1 where it is left out. V is the
         number of rows that --make-vocab-size-divisible-by pads the vocabulary to, r the rows of each pipeline rank.
+        With o1, forwards and backwards run as one.
         """
         method, *words = text.split()
         rows = next((word[1:] for word in words if word[0] == "r"), None)
@@ -67,6 +69,8 @@ class Layout:
         options: dict[str, object] = {_SIZES[letter]: sizes[letter] for letter in _SIZES if letter in sizes}
         if "V" in sizes:
             options["make_vocab_size_divisible_by"] = sizes["V"] // sizes["t"]
+        if "o" in sizes:
+            options |= PAIRS
         if algorithm:
             options["pipeline_schedule"] = schedule
         if algorithm not in ("", "none"):

@@ -16,6 +16,7 @@ from tests.mcore.case_parts import (
     DEEPSEEK,
     EVERY_SHAPE,
     FP32,
+    PAIRS,
     way_options,
 )
 from tests.mcore.comparison import assert_equal
@@ -80,8 +81,14 @@ def _trained(same_weights: bool = True, **changes: object) -> Run:
 
 
 @pytest.mark.parametrize(
-    "method",
-    [EVERY_SHAPE[0], pytest.param(EVERY_SHAPE[2], marks=pytest.mark.slow)],
+    ("method", "pairs"),
+    [
+        (EVERY_SHAPE[0], {}),
+        pytest.param(EVERY_SHAPE[2], {}, marks=pytest.mark.slow),
+        pytest.param("dualpipe-v/vocab-2", PAIRS, marks=pytest.mark.slow),
+    ],
 )
-def test_every_step_equals_plain_megatron_with_the_same_dispatcher(method):
-    assert_equal(_trained(**way_options(method)), _trained(), FP32)
+def test_every_step_equals_plain_megatron_with_the_same_dispatcher(method, pairs):
+    found = _trained(**way_options(method), **pairs)
+    assert_equal(found, _trained(), FP32)
+    assert bool(found.pairs) == bool(pairs)

@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from megatron_vp.schedule import FAMILIES
-from tests.mcore.case_parts import LATENT
+from tests.mcore.case_parts import LATENT, PAIRS
 from tests.mcore.comparison import assert_as_close, assert_equal, largest_distance
 from tests.mcore.engine import (
     APART,
@@ -99,6 +99,17 @@ def test_every_step_equals_plain_megatron_with_the_same_layers(schedule, method,
     assert bool(sum(each.empty for each in found)) == (in_w > 0 and model.get("num_experts") == LEFT_OUT["num_experts"])
     if in_w and model.keys().isdisjoint({*SHARDED, "expert_model_parallel_size"}):  # replicas have two microbatches
         assert max(each.waiting for each in found) > 2 * _products(model), "every W came before a later B"
+
+
+@slow
+@pytest.mark.parametrize(("schedule", "delayed"), [("interleaved", True), ("dualpipe-v", False)])
+def test_pairs_delay_the_weight_gradients_of_the_same_layers(schedule, delayed):
+    model = {**ONE_CALL, **ALL_TO_ALL, "global_batch_size": 16}
+    plain, _ = trained(NEWEST, 2, FUSED, **model)
+    given = {**pipeline(schedule, "vocab-2"), **PAIRS, "delay_wgrad_compute": delayed}
+    ours, found = trained(NEWEST, 4, FUSED, **given, **model)
+    assert_equal(ours, plain, BOUND)
+    assert ours.pairs and all(each.queued for each in found)
 
 
 ONE_ROUNDING = 2.0**-8

@@ -158,6 +158,12 @@ def _chunks_differ(a: Arguments) -> bool:
     return _chunks(a) > 1 and bool(uneven or a.hybrid_layer_pattern or a.mtp_num_layers)
 
 
+def _ends_in_experts(a: Arguments) -> bool:
+    """Whether the last layer has experts; --moe-layer-freq is a list, or the distance of layers that have."""
+    every = a.moe_layer_freq
+    return bool(every[-1] if isinstance(every, list) else (a.num_layers - 1) % every == 0)
+
+
 def _properties(a: Arguments) -> dict[str, Any]:
     """Which keys of RUNS hold for a run."""
     settings = run_settings(a)
@@ -174,6 +180,7 @@ def _properties(a: Arguments) -> dict[str, Any]:
         "uneven chunks": settings.replaces_schedule and a.fp8 and _chunks_differ(a),
         "moved weights": a.vocab_parallel or settings.places_chunks,
         "offload": settings.offloads,
+        "a dense last layer": not settings.replaces_schedule and bool(a.num_layers) and not _ends_in_experts(a),
         "schedule without pairs": settings.replaces_schedule and not settings.family.has_pairs,
         "sdpa": a.core_attention == "sdpa",
         "V without shards": elsewhere and not a.vocab_parallel,

@@ -325,6 +325,13 @@ class MegatronModel:
 
     def _check(self, chunk: _Chunk, microbatch: int) -> None:
         captured = chunk.captures[microbatch]
+        names = "packed_seq_params", "padding_mask", *["output_processor"] * chunk.core.post_process
+        left_out = [name for name in names if captured.argument(name) is not None]
+        if self._overlaps and left_out:
+            raise UserError(
+                f"--overlap-moe-expert-parallel-comm does not support {left_out[0]}, which this forward_step passes to "
+                "the model: Megatron's plans of layers do not take it everywhere; leave the option out"
+            )
         check_packed(captured, self._shapes.of(microbatch), self._context_group.size())
         asked = captured.request
         if asked != self.request and (asked is not None or (self._runs_loss and chunk is self._chunks[-1])):
