@@ -13,6 +13,7 @@ from megatron_vp.cost.layers.shapes import Plan
 from megatron_vp.cost.planning.bounds import bound
 from megatron_vp.cost.planning.candidates import refusal
 from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.ranks.communication import CONTENTION
 from megatron_vp.schedule import VocabMethod
 from tests.cost.test_expert_layers import DEEPSEEK_V3
 
@@ -41,6 +42,14 @@ def test_a_prediction_takes_what_pairs_save_from_the_pairs_of_the_schedule(plan)
     assert paired.iteration_seconds < alone.iteration_seconds - 0.6 * min(saved)
     assert paired.iteration_seconds >= bound(plan, JOB, H100).seconds
     assert paired.seconds["work"] < alone.seconds["work"]
+
+
+@pytest.mark.parametrize(("slower", "most"), [(1, (1 - CONTENTION) / 2), (100, 0.02)])
+def test_a_pair_hides_no_more_than_it_computes(slower, most):
+    hardware = replace(H100, network_bandwidth=H100.network_bandwidth / slower)
+    costs = predict(JOB, PAIRED_PLANS[0], hardware).timeline.costs
+    for F, B, W, hidden in zip(costs.F, costs.B, costs.W, costs.hidden, strict=True):
+        assert 0 < sum(hidden) < most * (F + B + W)
 
 
 def test_the_longer_warm_up_holds_one_more_chunk():

@@ -13,6 +13,7 @@ from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.layer_types import stage_layers
 from megatron_vp.cost.layers.layouts import equal_layers
 from megatron_vp.cost.layers.shapes import Job, Plan
+from megatron_vp.cost.ranks.communication import CONTENTION
 from megatron_vp.cost.ranks.pass_times import PassTimes, Split
 from megatron_vp.cost.ranks.rank_memory import MemoryModel
 from megatron_vp.errors import UserError
@@ -78,7 +79,12 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
     hidden: list[tuple[float, float]] = []
     if plan.runs_pairs(job):
         paired = slow(stage_times(PassTimes(job, hardware), plan.vocab, layers, schedule.split_backward))
-        hidden = [(alone.F - own.F, alone.B - own.B) for alone, own in zip(slowed, paired, strict=True)]
+        for alone, own in zip(slowed, paired, strict=True):
+            saved = alone.F - own.F, alone.B - own.B
+            exchanged = sum(saved) / (1 - CONTENTION)
+            # No more of the exchange can hide than the pair computes.
+            share = min(1.0, sum(alone) / exchanged - 1) if exchanged else 0.0
+            hidden.append((share * saved[0], share * saved[1]))
     F, B, W = zip(*slowed, strict=True)
     return StageCosts(
         F,
