@@ -69,6 +69,14 @@ def test_a_schedule_without_pairs_runs_without_the_option(plan):
     assert "overlap-moe" not in (refusal(CONFIG, plan) or "")
 
 
+@pytest.mark.parametrize("size", [{"expert_model_parallel_size": 1}, {"recompute_granularity": "full"}], ids=str)
+def test_sizes_with_which_megatron_runs_no_pairs_run_without_the_option(size):
+    config = CONFIG | size
+    job = job_of(config, 128)
+    assert not PAIRED_PLANS[0].runs_pairs(job)
+    assert settings_of(config, PAIRED_PLANS[0], job)["overlap_moe_expert_parallel_comm"] is None
+
+
 def test_a_schedule_with_pairs_keeps_the_option():
     assert not any("overlap" in name for plan in PAIRED_PLANS for name in settings_of(CONFIG, plan, JOB))
 

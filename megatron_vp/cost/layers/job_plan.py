@@ -174,10 +174,13 @@ def settings_of(config: JobConfig, plan: Plan, job: Job) -> dict[str, Any]:
 
 
 def dropped(values: Mapping[str, Any], plan: Plan) -> dict[str, None]:
-    """The job's options that `plan` must leave out, because its schedule has no passes that run as one."""
+    """The job's options that `plan` must leave out, because its schedule has no passes that run as one, or because
+    Megatron runs none as one with these sizes.
+    """
     options = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
-    alone = plan.has_pairs or (values.get("pipeline_model_parallel_size") or 1) == 1
-    return {} if alone or not values.get(options[0]) else {name: None for name in options if values.get(name)}
+    stages, experts = (values.get(f"{name}_model_parallel_size") or 1 for name in ("pipeline", "expert"))
+    kept = (stages == 1 or plan.has_pairs) and experts > 1 and values.get("recompute_granularity") != "full"
+    return {} if kept or not values.get(options[0]) else {name: None for name in options if values.get(name)}
 
 
 def _stages(plan: Plan, job: Job) -> int:

@@ -300,6 +300,11 @@ class Job:
         """Bytes of one element for each token of a microbatch on one rank."""
         return self.element_bytes * self.tokens
 
+    @property
+    def overlaps_experts(self) -> bool:
+        """Whether Megatron can follow `expert_overlap` with these sizes."""
+        return self.expert_overlap and self.expert > 1 and self.recompute is not Recompute.FULL
+
     @cached_property
     def units(self) -> float:
         """Elements of a microbatch's hidden states on one rank; sequence parallelism divides them by tensor ranks."""
@@ -415,7 +420,7 @@ class Plan:
 
     def runs_pairs(self, job: Job) -> bool:
         """Whether forwards and backwards of `job` run as one."""
-        return job.expert_overlap and job.pipeline > 1 and self.has_pairs
+        return job.overlaps_experts and job.pipeline > 1 and self.has_pairs
 
     @property
     def title(self) -> str:

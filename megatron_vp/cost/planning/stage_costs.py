@@ -51,7 +51,7 @@ def schedule_of(request: ScheduleRequest) -> Schedule:
 def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) -> StageCosts:
     """Seconds of every pass, message and collective of one microbatch, on the stages and ranks of `schedule`."""
     placement, layers = schedule.placement, layers_of(job, plan, schedule.placement)
-    times = PassTimes(replace(job, expert_overlap=job.expert_overlap and job.pipeline == 1), hardware)
+    times = PassTimes(replace(job, expert_overlap=job.overlaps_experts and job.pipeline == 1), hardware)
     stages = stage_times(times, plan.vocab, layers, schedule.split_backward)
     passes = [(0.0,) * 4] * placement.ranks
     if plan.vocab.is_sharded:
