@@ -96,6 +96,34 @@ def test_no_more_microbatches_are_played_than_the_peak_needs(tmp_path):
     assert -8 <= more <= 20 * 8 * (4 + 2)  # 20 more microbatches, a count of rows for every rank in each
 
 
+def _with_a_request(rank, world_size, method, vocabulary):
+    from megatron_vp import TokenRequest, token_log_probs
+    from megatron_vp.mcore.training.capture import Capture, Probe
+
+    call, finish = Probe.__call__, Capture.finish
+    asked = {"output_processor": token_log_probs, "output_processor_context": TokenRequest(0.7, entropy=True)}
+    sizes = (
+        "--num-layers 4 --hidden-size 5120 --num-attention-heads 40 --ffn-hidden-size 5120 --micro-batch-size 1 --bf16 "
+        "--seq-length 8192 --max-position-embeddings 8192 --global-batch-size 8 --pipeline-model-parallel-size 4 "
+        "--core-attention sdpa --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    )
+    flags = [*sizes.split(), "--vocab-parallel", "--vocab-parallel-algorithm", method, "--vocab-size", str(vocabulary)]
+    with (
+        mock.patch.object(Probe, "__call__", lambda probe, *args, **kwargs: call(probe, *args, **kwargs, **asked)),
+        mock.patch.object(Capture, "finish", lambda captured, output: finish(captured, -output.log_probs)),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        return one_rank.run_alone("pretrain_gpt_vp.py", [CONFIG], 3, None, 1, flags, True).memory_bytes
+
+
+@pytest.mark.slow
+def test_log_probabilities_take_a_fraction_of_whole_logits():
+    """On the last of 4 ranks, with 152,064 words and 8,192 tokens, where one copy of fp32 logits takes 4.64 GiB."""
+    found = [run_ranks(1, _with_a_request, "vocab-1", vocabulary)[0] for vocabulary in (152064, 512)]
+    large, small = (memory["peak"] - memory["allocated"] for memory in found)
+    assert large - small < 1.5 * 2**30
+
+
 def test_experts_are_refused_in_one_line(tmp_path):
     done, _ = _shapes_only(tmp_path, 3, ["--num-experts", "4", "--moe-token-dispatcher-type", "alltoall"])
     assert done.returncode == 2

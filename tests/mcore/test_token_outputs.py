@@ -148,6 +148,24 @@ def test_other_models_and_ranks(settings, request_, ranks, chunks, inside, optio
 
 
 @slow
+@pytest.mark.parametrize(
+    ("settings", "requests_", "chunks"), [(ONE | HALF, [BONUS, ALONE], 2), (TWO, [POLICY, ALONE], 1)]
+)
+def test_gradients_are_no_farther_from_fp64_than_those_of_whole_logits(settings, requests_, chunks):
+    """In fp32, both are up to 1e-6 of a tensor's largest entry from fp64, so they may be farther from each other."""
+    ours = run_ranks(2, token_loop.train, settings | {"vocab_shards": SHARDS[2]}, requests_, chunks)
+    for index, request in enumerate(requests_):
+        found, _ = token_loop.merged([rank[index] for rank in ours])
+        (plain, _), (exact, _) = (_plain(2, 1, False, **wide)[str(request)][0] for wide in ({}, {"wide": True}))
+        distances = [
+            [np.abs(each[name] - value).max() / np.abs(value).max() for name, value in exact.items()]
+            for each in (found, plain)
+        ]
+        assert exact.keys() == found.keys() and exact["0.input_layernorm.bias"].dtype == np.float64
+        assert max(distances[1]) < 2e-6 and np.linalg.norm(distances[0]) <= 1.1 * np.linalg.norm(distances[1])
+
+
+@slow
 @pytest.mark.parametrize("settings", [ONE | {"pipeline_schedule": "zb-h1"}, TWO])
 def test_equal_lengths_give_the_bits_of_a_call_without_lengths(settings):
     lengths = {"lengths": (own_loop.SEQUENCE,) * own_loop.MICROBATCHES, **token_loop.VARIABLE}

@@ -42,7 +42,7 @@ def samples(lengths=None, cut=False):
 
 def of_logits(request, labels, logits):
     """The answer from whole logits."""
-    log_softmax = torch.log_softmax(logits.float() / request.temperature, -1)
+    log_softmax = torch.log_softmax(logits / request.temperature, -1)
     log_probs = log_softmax.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
 
@@ -157,11 +157,16 @@ class Capped(Gemma2OutputLayer, ColumnParallelLinear):
     pass
 
 
-def capping(softcap, parts):
-    for part in parts if softcap else ():
-        part.config.final_logit_softcapping = softcap
-        if part.post_process:
-            part.output_layer.__class__ = Capped
+def changed(softcap, wide, parts):
+    """The parts of a model, with a cap on the logits, or in fp64."""
+    for part in parts:
+        if softcap:
+            part.config.final_logit_softcapping = softcap
+            if part.post_process:
+                part.output_layer.__class__ = Capped
+        if wide:
+            part.config.pipeline_dtype = torch.float64
+            part.double()
     return parts
 
 
@@ -174,7 +179,9 @@ def with_other_attention():
     return spec
 
 
-def started(ranks, settings, chunks, tied, tensor, *, num_layers=4, softcap=0.0, context=1, packs=False, **options):
+def started(
+    ranks, settings, chunks, tied, tensor, *, num_layers=4, softcap=0.0, wide=False, context=1, packs=False, **options
+):
     import megatron_vp
     from megatron_vp.mcore import patch_table, patches
 
@@ -186,7 +193,7 @@ def started(ranks, settings, chunks, tied, tensor, *, num_layers=4, softcap=0.0,
     own_loop.LAYERS = num_layers
     if packs or context > 1:
         own_loop.get_gpt_layer_local_spec = with_other_attention
-    return own_loop.start(ranks, chunks, tied, tensor, partial(capping, softcap), context)
+    return own_loop.start(ranks, chunks, tied, tensor, partial(changed, softcap, wide), context)
 
 
 def train(
