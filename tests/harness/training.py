@@ -276,12 +276,12 @@ def _pairs_recorded(run: Run) -> Iterator[None]:
         nodes.append(f"{name} {'communication' if node.stream is get_comm_stream() else 'computation'}")
         return acquire(node, name)
 
-    def checked(config):
-        precisions = config.fp16, config.bf16
-        if config.overlap_moe_expert_parallel_comm and not any(precisions):
-            config.bf16 = True
-        check(config)
-        config.fp16, config.bf16 = precisions
+    def checked(self):
+        precisions = self.fp16, self.bf16
+        if self.overlap_moe_expert_parallel_comm and not any(precisions):
+            self.bf16 = True
+        check(self)
+        self.fp16, self.bf16 = precisions
 
     with (
         mock.patch.object(Plan, "run", staticmethod(plans_run)),

@@ -20,6 +20,7 @@ from tests.mcore import engine_fp4, engine_fp8
 from tests.mcore.engine_fp8 import dense, wide
 
 
+@torch.no_grad()
 def generic_gemm(
     A, transA, B, transB, D, quantizer, out_dtype, bias, _bias, gelu, _in, grad, _work, _size, accumulate, *_, **given
 ):
@@ -43,6 +44,7 @@ def generic_gemm(
     return product, left.flatten(0, -2).sum(0).to(dtype) if bias is not None and grad else None, None, None
 
 
+@torch.no_grad()
 def te_general_grouped_gemm(
     A, transa, B, transb, D, D_type, _splits, bias, _bias, single_output, _gelu, grad, _work, _size, accumulate, *_
 ):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_vp.schedule import generate
 from tests.harness.training import Run, comparable_model, train
-from tests.mcore.case_parts import COMBINATIONS, Job, way_options
+from tests.mcore.case_parts import ALL_TO_ALL, COMBINATIONS, PAIRS, Job, way_options
 from tests.mcore.comparison import assert_as_close, assert_equal
 
 BY_NAME = {job.name: job for job in COMBINATIONS}
@@ -61,3 +61,14 @@ def test_every_step_equals_plain_megatron(name, way):
         assert_as_close(split, _plain(name), _exact(name))
     else:
         assert_equal(split, _plain(name), job.bound)
+
+
+@pytest.mark.slow
+def test_pairs_issue_the_nodes_of_plain_megatrons_pairs_in_the_same_order():
+    options = {**ALL_TO_ALL, **PAIRS, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
+    plain, ours = (
+        train(4, comparable_model(**{**options, "global_batch_size": 16, "train_iters": 2, **more}))
+        for more in ({}, {"pipeline_schedule": "interleaved"})
+    )
+    assert len(ours.pairs) == len(plain.pairs) > 0
+    assert {tuple(nodes) for nodes in ours.pairs} == {tuple(nodes) for nodes in plain.pairs}

@@ -38,7 +38,7 @@ from megatron_vp.schedule import (
 )
 from megatron_vp.schedule.dependencies import build_graph, join_pairs
 from megatron_vp.schedule.graph import Step
-from megatron_vp.schedule.instructions import passes_of
+from megatron_vp.schedule.instructions import kind_of, passes_of
 from megatron_vp.schedule.node_times import durations, node_times
 from megatron_vp.schedule.pass_kinds import Held
 from tests.schedule.program_player import HostWaits, stuck_ranks
@@ -263,5 +263,6 @@ def test_a_file_runs_its_pairs_only_with_the_option(tmp_path):
 
 def test_a_pair_counts_as_its_two_passes():
     pair = RunPair(Pass.parse("F4.1"), Pass.parse("B0"))
+    assert (kind_of(pair), kind_of(Run(pair.forward))) == ("F|B", "F"), "reports count it neither as F nor as B"
     assert str(pair) == "F4.1|B0" and passes_of(pair) == (pair.forward, pair.backward)
     assert passes_of(Run(pair.forward)) == (pair.forward,) and passes_of(Loss(3)) == ()
