@@ -10,9 +10,7 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.job_sizes import expert_layers, job_of
 from megatron_vp.cost.layers.layer_operations import distinct, layer_weights, operations
 from megatron_vp.cost.layers.layer_types import stage_layers
-from megatron_vp.cost.layers.shapes import Delta, Job, ModelShape, Plan, Recompute
-from megatron_vp.cost.planning.predict import predict
-from megatron_vp.cost.ranks.communication import CONTENTION
+from megatron_vp.cost.layers.shapes import Delta, Job, ModelShape, Recompute
 from megatron_vp.cost.ranks.layer_memory import layer_memory
 from megatron_vp.cost.ranks.pass_times import PassTimes
 from megatron_vp.errors import UserError
@@ -174,21 +172,3 @@ def test_gated_delta_nets_replace_attention_in_some_layers():
         memory.kept > 0
         and PassTimes(mixed, HARDWARE["h100"]).layer("g").F < PassTimes(mixed, HARDWARE["h100"]).layer("t").F * 1.5
     )
-
-
-def test_pairs_hide_the_exchange_and_hold_one_more_chunk():
-    hardware, sizes = HARDWARE["h100"].alike, {"pipeline": 2, "microbatches": 12, "data": 16, "expert": 16}
-    alone = job(**sizes, dispatcher="flex", graphs="full_iteration")
-    overlapped = replace(alone, expert_overlap=True)
-
-    def found(each, name):
-        return predict(each, Plan(name, chunks=2 if name == "interleaved" else None), hardware)
-
-    paired, apart = (found(each, "interleaved") for each in (overlapped, alone))
-    pairs = len(paired.timeline.schedule.pairs[0])
-    exchange = sum(PassTimes(alone, hardware).wait(op) for op in operations(alone))
-    saved = apart.timeline.busy[0] - paired.timeline.busy[0]
-    assert pairs > 0.7 * 12 * 2
-    assert saved == pytest.approx(pairs * 2 * 2 * exchange * (1 - CONTENTION))  # both passes of a pair, two layers each
-    assert max(paired.timeline.peak_activation) == max(apart.timeline.peak_activation) + 1 / 2
-    assert found(overlapped, "1f1b").iteration_seconds == found(alone, "1f1b").iteration_seconds
