@@ -132,7 +132,7 @@ class StageCosts:
     def evened(self) -> StageCosts:
         """These costs with each stage's F, B and W replaced by their mean; messages and collectives take no time."""
         share = tuple(sum(times) / 3 for times in zip(self.F, self.B, self.W, strict=True))
-        return replace(self, F=share, B=share, W=share, messages={}, collectives={})
+        return replace(self, F=share, B=share, W=share, messages={}, collectives={}, hidden=())
 
     def nominal(self, ranks: int) -> PassCosts:
         """Mean durations over stages, ranks and operations, from which a schedule of `ranks` ranks is generated.

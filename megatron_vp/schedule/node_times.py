@@ -23,14 +23,20 @@ class NodeTimes(NamedTuple):
 
 
 def durations(graph: Graph, schedule: Schedule, costs: Costs) -> list[float]:
-    """Duration of every node, which is the same for all microbatches; the loss function takes no time."""
+    """Duration of every node, which is the same for all microbatches, except that the backward of a pair is shorter by
+    what the pair saves. The loss function takes no time.
+    """
 
     def of(node: Node) -> float:
         if not isinstance(node, Step):
             return costs.communication(schedule, node)
         return 0.0 if isinstance(node.action, Loss) else costs.duration(schedule, node.rank, node.action)
 
-    return graph.of_nodes(of)
+    took = graph.of_nodes(of)
+    for rank, pairs in enumerate(schedule.pairs):
+        for forward, backward in pairs:
+            took[graph.number_of_pass(rank, backward)] -= costs.saved(schedule, rank, forward, backward)
+    return took
 
 
 def node_times(graph: Graph, orders: Sequence[Sequence[int]], took: Sequence[float]) -> NodeTimes:

@@ -92,7 +92,7 @@ class Simulator:
         self._orders = self._graph.numbers(schedule.ranks)
         if schedule.vocab is VocabMethod.INTERLACED:
             join_vocabulary_passes(self._graph, self._orders)
-        self._joined = join_pairs(self._graph, schedule)
+        join_pairs(self._graph, schedule)
         if one_queue:
             self._graph.link_one_queue(self._orders)
         self._order = node_times(self._graph, self._orders, durations(self._graph, schedule, costs)).order
@@ -107,9 +107,6 @@ class Simulator:
     def simulate(self, costs: Costs) -> Timeline:
         """Simulate with `costs`; every pass starts as early as its rank and its dependencies allow."""
         took, before = durations(self._graph, self.schedule, costs), self._graph.predecessors
-        for forward, backward in self._joined.items():
-            (rank, first), (_, second) = self._graph.nodes[forward], self._graph.nodes[backward]
-            took[backward] -= costs.saved(self.schedule, rank, first, second)
         start, end = [0.0] * len(took), [0.0] * len(took)
         for number in self._order:
             begin = 0.0

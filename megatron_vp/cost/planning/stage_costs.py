@@ -75,17 +75,17 @@ def stage_costs(job: Job, plan: Plan, schedule: Schedule, hardware: Hardware) ->
         factors = (pace[placement.rank_of(stage)] for stage in range(len(found)))
         return [Split(*(took * factor for took in split)) for split, factor in zip(found, factors, strict=True)]
 
-    slowed = slow(stages)
+    alone = slow(stages)
     hidden: list[tuple[float, float]] = []
     if plan.runs_pairs(job):
         paired = slow(stage_times(PassTimes(job, hardware), plan.vocab, layers, schedule.split_backward))
-        for alone, own in zip(slowed, paired, strict=True):
-            saved = alone.F - own.F, alone.B - own.B
+        for single, own in zip(alone, paired, strict=True):
+            saved = single.F - own.F, single.B - own.B
             exchanged = sum(saved) / (1 - CONTENTION)
             # No more of the exchange can hide than the pair computes.
-            share = min(1.0, sum(alone) / exchanged - 1) if exchanged else 0.0
+            share = min(1.0, sum(single) / exchanged - 1) if exchanged else 0.0
             hidden.append((share * saved[0], share * saved[1]))
-    F, B, W = zip(*slowed, strict=True)
+    F, B, W = zip(*alone, strict=True)
     return StageCosts(
         F,
         B,
@@ -130,6 +130,7 @@ def order_costs(job: Job, plan: Plan, hardware: Hardware) -> Costs:
         collectives={kind: round(scale * value) for kind, value in costs.collectives.items()},
         # Unlike all other times, copy times keep two decimals, because they are only a few hundredths of F + B + W.
         copies={copy: round(scale * value, 2) for copy, value in costs.copies.items()},
+        hidden=(),
     )
 
 
