@@ -103,7 +103,15 @@ def on_this_rank(values_bs):
     return torch.cat([pieces[rank], pieces[-1 - rank]], 1) if ranks > 1 else values_bs
 
 
+def collecting(step, *given):
+    """Lets the loss function of a `forward_step` return data alone."""
+    output, loss_func = step(*given)
+    return output, lambda answer, non_loss_data: loss_func(answer)[1]
+
+
 def call(model, request, whole=False, inside=False, forward_only=False, step=forward_step, lengths=None):
+    collects = forward_only and not request.entropy
+    step = partial(collecting, step) if collects else step
     chunks, data = len(model), partial(samples, lengths, lengths is not None and not whole)
     with torch.set_grad_enabled(not forward_only):
         return get_forward_backward_func()(
@@ -114,6 +122,7 @@ def call(model, request, whole=False, inside=False, forward_only=False, step=for
             seq_length=SEQUENCE if lengths is None or whole else 1,
             micro_batch_size=1 if inside == "packed" else BATCH,
             forward_only=forward_only,
+            collect_non_loss_data=collects,
         )
 
 
@@ -266,6 +275,8 @@ MUP = {"use_mup": True, "mup_base_hidden_size": 16}
 
 def refused(rank, world, settings):
     """What each rank is told where requests or lengths do not fit; a call in between fits."""
+    import threading
+
     from megatron_vp import TokenRequest
     from megatron_vp.errors import UserError
     from megatron_vp.mcore.model.preparation import MODEL
@@ -292,6 +303,7 @@ def refused(rank, world, settings):
             tell(TokenRequest())
             object.__setattr__(arguments, option, 0)
         tell(TokenRequest(entropy=True), entropy_unasked)
+        assert not [each for each in threading.enumerate() if "forward_step" in each.name]
         return told
 
 
