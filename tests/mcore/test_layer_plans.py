@@ -130,3 +130,18 @@ def test_the_final_norm_follows_a_dense_layer_and_no_layer(experts):
     assert run_plans(plan).tolist() == [7, 7]
     run_plans(None, plan, torch.ones(2))
     assert norm.bias.grad.tolist() == [1, 1] and leaf.grad is not None
+
+
+def test_the_last_backward_of_a_chunk_opens_gradient_synchronisation_in_a_pair_too():
+    from megatron_vp.mcore.training.megatron_model import MegatronModel
+
+    log: list[object] = []
+    chunk = SimpleNamespace(backwards=1, delaying=(), held=ExitStack())
+    chunk.held.callback(log.append, "synchronised from here on")
+    model = MegatronModel.__new__(MegatronModel)
+    model._chunks, model._synchronises_inside, model._plans = [chunk], True, {(0, 1): "plan"}
+    model._schedule = SimpleNamespace(microbatches=2, split_backward=False)
+    with mock.patch.object(model, "_forward", lambda *given: log.append(given)):
+        model.forward_and_backward((0, 2, "input", None), (0, 1, "output", "gradient"))
+    assert log == ["synchronised from here on", (0, 2, "input", None, "plan", "gradient", None)]
+    assert not model._plans
