@@ -1,5 +1,6 @@
 """Test a split actor together with a critic, a reference model and a model of other sizes, in one process."""
 
+import importlib
 from functools import cache, partial
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import nn
 
 from megatron_vp.schedule import FAMILIES
 from tests.harness.ranks import process_group, run_ranks
-from tests.mcore import own_loop, token_loop
+from tests.mcore import engine, own_loop, token_loop
 from tests.mcore.own_loop import BATCH, SEQUENCE
 
 slow = pytest.mark.slow
@@ -66,7 +67,7 @@ def beside(rank, ranks, settings, chunks, layers):
     request, found = TokenRequest(0.7, entropy=True), {}
     actors = partial(own_loop.build, chunks=chunks, tied=True, hook=list)
     with process_group(rank, ranks):
-        own_loop.TransformerConfig = partial(own_loop.TransformerConfig, num_layers=layers)
+        own_loop.configuration = partial(own_loop.configuration, num_layers=layers)
         if settings is None:
             own_loop.start(ranks, chunks)
         else:
@@ -97,6 +98,17 @@ def beside(rank, ranks, settings, chunks, layers):
         return found
 
 
+def beside_on_the_engine(rank, ranks, version, *call):
+    """As `beside`, with Transformer Engine's layers, whose weight gradients only a split model delays."""
+    with engine.on_cpu(version, False):
+        importlib.reload(own_loop)
+        from megatron.core.models.gpt import gpt_layer_specs
+
+        own_loop.get_gpt_layer_local_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+        own_loop.TransformerConfig = partial(own_loop.TransformerConfig, gradient_accumulation_fusion=False)
+        return beside(rank, ranks, *call)
+
+
 @cache
 def plain(ranks, chunks, layers):
     return run_ranks(ranks, beside, None, chunks, layers)
@@ -119,7 +131,17 @@ CASES = [
 @pytest.mark.parametrize(("settings", "ranks", "chunks"), [(VOCAB_2 | {"pipeline_schedule": "zb-h1"}, 2, 1), *CASES])
 def test_critic_and_reference_are_plain_megatrons_beside_a_split_actor(settings, ranks, chunks):
     layers = max(4, ranks * chunks)
-    ours, expected = run_ranks(ranks, beside, settings, chunks, layers), plain(ranks, chunks, layers)
+    compare(run_ranks(ranks, beside, settings, chunks, layers), plain(ranks, chunks, layers))
+
+
+@slow
+def test_critic_and_reference_of_transformer_engine_delay_no_gradients():
+    version, settings = engine.require(engine.MEGATRON), VOCAB_2 | {"pipeline_schedule": "zb-h1"}
+    runs = (run_ranks(2, beside_on_the_engine, version, each, 1, 4) for each in (settings, None))
+    compare(*runs)
+
+
+def compare(ours, expected):
     assert sum(len(found["values"][0]) for found in ours) == own_loop.MICROBATCHES
     for found, other in zip(ours, expected, strict=True):
         for one, two in [(found[name], other[name]) for name in other] + [
