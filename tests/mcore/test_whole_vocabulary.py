@@ -34,11 +34,17 @@ def look(rank, ranks, settings, chunks, tied, tensor):
         patches.apply(patch_table.patches_of("cpu platform"))
     else:
         megatron_vp.enable(**settings)
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
     with process_group(rank, ranks):
         model = own_loop.start(ranks // tensor, chunks, tied, tensor)
         before, names = vocabulary_of(model), [name for part in model for name, _ in part.named_parameters()]
         with megatron_vp.whole_vocabulary(model), megatron_vp.whole_vocabulary(model):
             inside = vocabulary_of(model)
+            for index, part in enumerate(model):
+                stage = index if chunks > 1 else None
+                first = get_transformer_layer_offset(part.module.config, stage)
+                assert all(layer.layer_number == first + at + 1 for at, layer in enumerate(part.module.decoder.layers))
             weights = [weight for part in model for weight in part.parameters()]
         assert names == [name for part in model for name, _ in part.named_parameters()]
         own, after = {id(weight) for part in model for weight in part.parameters()}, vocabulary_of(model)

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import unwrap_model
 from torch import nn
 
@@ -82,6 +83,11 @@ def whole_vocabulary(model: nn.Module | Sequence[nn.Module], write: bool = False
             stack.enter_context(mock.patch.object(built, "shown", True))
             for whole in built.whole:
                 stack.enter_context(whole.in_place())
+            layout, config = built.job.arguments.pipeline_model_parallel_layout, built.chunks[0].config
+            if layout is not None and config.pipeline_model_parallel_layout is None:
+                # A script's own configuration has no layout, but exporters may number layers by it.
+                layout = PipelineParallelLayerLayout.from_str(layout, built.groups.pp.size())
+                stack.enter_context(mock.patch.object(config, "pipeline_model_parallel_layout", layout))
             for layers, shard in weights:
                 _fill(layers, shard, built)
         yield
