@@ -4,7 +4,7 @@
 
 Each model trains in 16 bits on a usual number of GPUs and with a usual global batch. `megatron-vp plan --search` varies
 all parallel sizes, the micro-batch size and recomputation for both sides, within the GPU's memory and within half of
-it, with a small budget: a run's bound on time decides when it is simulated, and the fastest ones are among the first.
+it.
 """
 
 from __future__ import annotations
@@ -69,11 +69,7 @@ CASES = (
 )
 
 
-BUDGET = 60
-"""The default for `--search-budget` of `plan`, 250, finds more of the frontier, but the same fastest runs."""
-
-
-def rows(cases: Sequence[Case], budget: int = BUDGET) -> Iterator[dict[str, Any]]:
+def rows(cases: Sequence[Case], budget: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield a row of the table for every case and memory limit within which the model can train.
 
     budget: as `--search-budget` of `plan`.

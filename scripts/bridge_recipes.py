@@ -360,8 +360,12 @@ def main() -> int:
     if given.simulate:
         print(table := by_family(predicted), simulated_tables(predicted), sep="\n\n")
         if given.write:
-            of = f"Recipes for H100 and B200, Megatron-Bridge {__version__}"
-            nvidia_jobs.write("predicted", f"{of}; plain time over the run's, mean (least), then mean GiB:\n\n{table}")
+            said = (
+                f"Recipes for H100 and B200, Megatron-Bridge {__version__}. Plain time over a run's, mean (least), "
+                "then mean GiB: with `--vocab-parallel` alone (*split*), and of the runs that `plan` finds at the "
+                "recipe's sizes the fastest (*best*) and the *smallest* that takes at most 1 % more time:"
+            )
+            nvidia_jobs.write("predicted", f"{said}\n\n{table}")
         return 0
     written = nvidia_jobs.tables(f"Results for Megatron-Bridge {__version__}", answers)
     if given.write:
