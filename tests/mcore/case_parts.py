@@ -98,7 +98,7 @@ def chunks(way: str) -> int:
 
 def way_options(way: str, size: int | None = None, **options: object) -> dict[str, object]:
     """What is added to a job's options to run it in this way, on `size` stages if they do not say on how many."""
-    schedule, algorithm = way.split("/")
+    schedule, algorithm = way.rsplit("/", 1)
     sized = {} if size is None else {"pipeline_model_parallel_size": size}
     laid_out = options.keys() & {"pipeline_model_parallel_layout", "hybrid_layer_pattern"}
     return {

@@ -259,7 +259,7 @@ def _graphed(
     [
         ("transformer_engine", "1f1b", "vocab-2", None),
         pytest.param("transformer_engine", "interleaved", "vocab-2", "attn", marks=slow),
-        pytest.param("local", "1f1b", "vocab-1", "mlp", marks=slow),
+        pytest.param("local", "1f1b", "vocab-1", "attn", marks=slow),
         pytest.param("local", "interlaced", "vocab-2", None, marks=slow),
     ],
 )
