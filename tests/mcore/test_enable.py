@@ -291,11 +291,11 @@ def optimizer_state_of_one_layout(rank, ranks):
         own_loop.start(ranks)
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-        said = []
+        said, of_ours = [], Namespace(model_chunks=[nn.Identity()])
         for form in ("dp_reshardable", "dp_zero"):
             for loads in (False, True):
                 with pytest.raises(UserError) as refused:
-                    getattr(DistributedOptimizer, f"sharded_param_state_{form}")(None, {}, loads)
+                    getattr(DistributedOptimizer, f"sharded_param_state_{form}")(of_ours, {}, loads)
                 said.append(str(refused.value))
         return said
 
@@ -375,7 +375,7 @@ def misuse(_rank, _ranks):
     said.append(str(refused.value))
     sharded = TorchFullyShardedDataParallel.__new__(TorchFullyShardedDataParallel)
     nn.Module.__init__(sharded)
-    sharded.weight = nn.Parameter(torch.ones(1))
+    sharded.module = nn.Linear(1, 1)
     with pytest.raises(UserError) as refused:
         ours(forward_step_func=None, data_iterator=None, model=sharded, **sizes)
     said.append(str(refused.value))

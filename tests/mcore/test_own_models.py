@@ -16,9 +16,8 @@ from torch import nn
 from megatron_vp.errors import UserError
 from megatron_vp.mcore.model import preparation
 from megatron_vp.mcore.model.model_check import check_model, check_vocabulary_layers
+from megatron_vp.mcore.model.split_backward import forward_of
 from megatron_vp.mcore.training.capture import capture
-from megatron_vp.schedule.instructions import Load, Run
-from megatron_vp.schedule.passes import Pass, PassKind
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=1)
 
@@ -135,16 +134,14 @@ def test_settings_of_a_scripts_own_configuration_that_no_schedule_of_ours_reads_
 
 def test_a_chunk_runs_in_passes_only():
     built = object.__new__(preparation.RankModel)
-    built.pipeline = None
     chunk = nn.Identity()
     chunk.register_forward_pre_hook(built._refuse_outside_of_passes)
     with pytest.raises(UserError, match="runs its Identity outside of forward_step"):
         chunk("input")
-    built.pipeline = types.SimpleNamespace(progress=types.SimpleNamespace(instruction=Load(0)))
-    with pytest.raises(UserError, match="runs its Identity outside of forward_step"):
+    with forward_of(nn.Identity()), pytest.raises(UserError, match="runs its Identity outside of forward_step"):
         chunk("input")
-    built.pipeline.progress.instruction = Run(Pass(PassKind.F, 0))
-    assert chunk("input") == "input"
+    with forward_of(chunk):
+        assert chunk("input") == "input"
 
 
 def loss_func(output):

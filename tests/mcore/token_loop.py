@@ -110,7 +110,7 @@ def collecting(step, *given):
 
 
 def call(model, request, whole=False, inside=False, forward_only=False, step=forward_step, lengths=None):
-    collects = forward_only and not request.entropy
+    collects = forward_only and request is not None and not request.entropy
     step = partial(collecting, step) if collects else step
     chunks, data = len(model), partial(samples, lengths, lengths is not None and not whole)
     with torch.set_grad_enabled(not forward_only):
