@@ -18,9 +18,11 @@ from tests.harness.training import Run, comparable_model, tiny_model, train, tra
 from tests.mcore import frozen
 from tests.mcore.case_parts import (
     AHEAD,
+    ALL_TO_ALL,
     BOTH,
     FULL_RECOMPUTE,
     MOE,
+    PAIRS,
     SEQUENCE,
     TIED,
     way_options,
@@ -76,6 +78,16 @@ def test_what_is_trained_is_trained_as_in_plain_megatron(what, options, method):
     ours = _run(what, 2 * _ranks(options), options, **way_options(method, 2))
     assert_equal(ours, plain, BOUND)
     assert plain.steps[0].gradients.keys() < plain.parameters.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["interleaved/vocab-2", "dualpipe-v/none"])
+def test_what_is_trained_in_pairs_of_passes_is_trained_as_in_plain_megatron(way):
+    job = {**ALL_TO_ALL, "pipeline_model_parallel_size": 2, "global_batch_size": 24}
+    plain = _run("every_other_layer", 4, job)
+    ours = _run("every_other_layer", 4, job, **way_options(way, **job), **PAIRS)
+    assert_equal(ours, plain, BOUND)
+    assert ours.pairs
 
 
 def counted(rank: int, ranks: int, arguments: list[str], hook: Callable[[list], list] | None) -> dict[str, float]:
