@@ -101,7 +101,8 @@ def beside(rank, ranks, settings, chunks, layers):
 def beside_on_the_engine(rank, ranks, version, *call):
     """As `beside`, with Transformer Engine's layers, whose weight gradients only a split model delays."""
     with engine.on_cpu(version, False):
-        importlib.reload(own_loop)
+        for module in (own_loop, token_loop):  # They have imported Megatron without the engine.
+            importlib.reload(module)
         from megatron.core.models.gpt import gpt_layer_specs
 
         own_loop.get_gpt_layer_local_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec

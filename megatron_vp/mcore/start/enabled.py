@@ -122,6 +122,8 @@ def _described(called: Arguments, settings: Mapping[str, Any], model: Mapping[st
     taken = vars(config).keys() & vars(called).keys() - set(ROLES["not_of_models"])
     # Functions in a configuration are not arguments, and a field that is None leaves an argument at its default.
     said = {name: each for name in taken if (each := getattr(config, name)) is not None and not callable(each)}
+    if settled.process.job is not None and settled.process.job.settings.splits_backward:
+        said.pop("delay_wgrad_compute", None)  # Set by us, in all configurations that follow the first model.
     sizes = {
         f"{group}_parallel_size": getattr(parallel_state, f"get_{group}_parallel_world_size")()
         for group in ROLES["process_groups"]
