@@ -19,9 +19,11 @@ quiet_fallback_warnings()
 for group in patch_table.GROUPS:
     for patch in () if group.package else patch_table.patches_of(group.name):
         patches.resolved(patch.make)
+import hypothesis  # noqa: E402, F401
 import megatron.core.datasets.helpers  # noqa: E402
 import megatron.core.models.mimo  # noqa: E402
 import megatron.core.tokenizers.text.models  # noqa: E402, F401
+import pytest  # noqa: E402, F401
 from megatron.core.dist_checkpointing.strategies import filesystem_async  # noqa: E402
 from megatron.training import argument_utils  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402

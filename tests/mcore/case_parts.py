@@ -140,7 +140,7 @@ MOE = {
     "moe_aux_loss_coeff": 0.1,
     "disable_bias_linear": True,
 }
-OVERFLOW = {"fp16": True, "initial_loss_scale": 2**21, "hysteresis": 1}
+OVERFLOW = {"train_iters": 4, "fp16": True, "initial_loss_scale": 2**21, "hysteresis": 1}
 EXPERT = {**MOE, "expert_model_parallel_size": 2}
 ALL_TO_ALL = {**EXPERT, "moe_token_dispatcher_type": "alltoall"}
 OVERLAPPED_EXPERT = {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True}
