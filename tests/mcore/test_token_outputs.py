@@ -22,6 +22,7 @@ BONUS = {"temperature": 0.3, "entropy_gradient": True}
 ALONE: dict = {}
 SHARDS = {2: "24,16", 3: "8,20,12", 4: "8,16,0,16"}
 HALF = {"pipeline_schedule": "v-half"}
+FLEX = {"pipeline_schedule": "v-flex", "activation_limit": "3"}
 OF_PLAIN = {"lengths", "num_layers", "softcap", "context", *token_loop.MUP}
 ONE, TWO = ({"vocab_parallel": True, "vocab_parallel_algorithm": f"vocab-{index}"} for index in (1, 2))
 
@@ -91,6 +92,11 @@ CASES = [
             ("zb-h1", 4, 1, True, True),
             ("zb-v", 4, 2, False, False),
         )
+    ),
+    *(
+        pytest.param(method | FLEX, requests, ranks, 2, False, 1, ranks == 2, marks=slow)
+        for method, requests in ((ONE, [BONUS, ALONE]), (TWO, [POLICY]))
+        for ranks in (2, 4)
     ),
     pytest.param(
         ONE | {"pipeline_schedule": "1f1b", "vocab_shards": "40,0"}, [BONUS], 2, 1, False, 1, False, marks=slow
