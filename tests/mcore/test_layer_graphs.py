@@ -30,7 +30,7 @@ from megatron_vp.schedule.passes import Pass, PassKind
 from megatron_vp.schedule.request import ScheduleRequest
 from tests.harness.ranks import RankError, run_ranks
 from tests.harness.training import Run, _merge, comparable_model, train_case
-from tests.mcore.case_parts import way_options
+from tests.mcore.case_parts import ALL_TO_ALL, PAIRS, way_options
 from tests.mcore.comparison import assert_equal
 from tests.mcore.cpu_graphs import Device
 
@@ -39,20 +39,20 @@ MICROBATCHES = 6
 
 
 class Buffer:
-    """Memory that graphs share: whoever writes last is read."""
+    """Memory that graphs share: whoever writes last is read. Values of other sizes have other places in it."""
 
     def __init__(self) -> None:
-        self._tensor: torch.Tensor | None = None
+        self._tensors: dict[tuple, torch.Tensor] = {}
 
-    def hold(self, value: torch.Tensor) -> torch.Tensor:
+    def hold(self, value: torch.Tensor, number: int = 0) -> torch.Tensor:
         """The buffer with this value, behind autograd's back, as a replay writes it."""
-        if self._tensor is None:
-            self._tensor = value.detach().clone()
-        self._tensor.data.copy_(value.detach())
-        return self._tensor.data
+        key = number, value.shape, value.dtype
+        held = self._tensors.setdefault(key, value.detach().clone()).data
+        return held.copy_(value.detach())
 
     def spoil(self) -> None:
-        self._tensor.data.fill_(torch.nan)
+        for each in self._tensors.values():
+            each.data.fill_(torch.nan if each.is_floating_point() else 0)
 
 
 class Graph:
@@ -67,7 +67,7 @@ class Graph:
         self.releases: list[Buffer] = []
 
     def __call__(self, hidden, is_first_microbatch=None, **kwargs):
-        return (Replay.apply(self, kwargs, hidden),)
+        return Replay.apply(self, kwargs, hidden)
 
     def reset(self) -> None:
         pass
@@ -76,20 +76,28 @@ class Graph:
 class Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, graph, kwargs, hidden):
+        from megatron.core.transformer import cuda_graphs
+
         _spoil(graph.freed)
         ctx.graph = graph
         leaf = graph.given.hold(hidden).requires_grad_()
+        # While it captures, a layer of experts returns what its router has computed.
+        cuda_graphs._set_capture_start()
         with torch.enable_grad():
-            (output,) = graph.layer._te_cuda_graph_capture(leaf, **kwargs)
-        graph.eager = leaf, output
-        return graph.result.hold(output)
+            outputs = graph.layer._te_cuda_graph_capture(leaf, **kwargs)
+        cuda_graphs._set_capture_end()
+        graph.eager = leaf, outputs
+        held = tuple(graph.result.hold(*each[::-1]) for each in enumerate(outputs))
+        ctx.mark_non_differentiable(*(mine for mine, its in zip(held, outputs, strict=True) if not its.requires_grad))
+        return held
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         graph = ctx.graph
         _spoil(graph.freed)
-        leaf, output = graph.eager
-        torch.autograd.backward(output, gradient)
+        leaf, outputs = graph.eager
+        of = [(mine, its) for mine, its in zip(outputs, gradients, strict=True) if mine.requires_grad]
+        torch.autograd.backward(*zip(*of, strict=True))
         graph.freed += graph.releases
         return None, None, graph.gradient.hold(leaf.grad)
 
@@ -102,9 +110,11 @@ def _spoil(freed) -> None:
 def make_graphed_callables(callables, sample_args, *, _order, _num_layers_per_chunk, **_):
     """Graphs with inputs as Megatron shares them, outputs from a pool; a microbatch's B gives both back.
 
-    The gradient of a chunk's input is lost at the next replay, earlier than on a device.
+    The gradient of a chunk's input is lost at the next replay, earlier than on a device. Where passes run in pairs,
+    that of each layer's input is lost behind the next layer's backward, as on a device.
     """
     layers, start = [], 0
+    paired, above = callables[0].config.overlap_moe_expert_parallel_comm, None
     for count in _num_layers_per_chunk:
         layers.append(callables[start : start + count])
         start += count
@@ -125,12 +135,12 @@ def make_graphed_callables(callables, sample_args, *, _order, _num_layers_per_ch
                 made.append(Graph(layer, given, pool.pop() if pool else Buffer(), freed))
             graphs[chunk, microbatch] = made
         else:
-            above = None
+            above = above if paired else None
             for graph in reversed(graphs[chunk, microbatch]):
                 graph.releases = [graph.result, graph.given, *([above.gradient] if above else [])]
                 pool.append(graph.result)
                 above = graph
-            if above:
+            if above and not paired:
                 above.releases.append(above.gradient)
     return [graph for key in product(range(len(layers)), range(microbatches)) for graph in graphs[key]]
 
@@ -233,22 +243,23 @@ CASES_OF = {"transformer_engine": graphed_case, "local": locally_graphed_case}
 
 
 @cache
-def _trained(broken: str | None = None, **changes: object) -> Run:
-    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 2 * MICROBATCHES, "train_iters": 4}
-    words = comparable_model(**{**sizes, **changes})
+def _trained(broken: str | None = None, modules: str = "", **changes: object) -> Run:
+    replicas = int(changes.get("expert_model_parallel_size", 1))
+    sizes = {"pipeline_model_parallel_size": 2, "global_batch_size": 2 * MICROBATCHES * replicas, "train_iters": 4}
+    words = comparable_model(**{**sizes, "cuda_graph_modules": modules.split() or None, **changes})
     if broken is None:
-        return _merge(run_ranks(2, train_case, words, timeout=240))
-    return _merge(run_ranks(2, CASES_OF[changes["cuda_graph_impl"]], words, broken=broken, timeout=240))
+        return _merge(run_ranks(2 * replicas, train_case, words, timeout=240))
+    return _merge(run_ranks(2 * replicas, CASES_OF[changes["cuda_graph_impl"]], words, broken=broken, timeout=240))
 
 
 def _graphed(
-    implementation: str, schedule: str, method: str, broken: str = "", modules: str | None = None, **options: object
+    implementation: str, schedule: str, method: str, broken: str = "", modules: str = "", **options: object
 ) -> Run:
     return _trained(
         broken=broken,
         cuda_graph_impl=implementation,
         cuda_graph_warmup_steps=1,
-        cuda_graph_modules=modules,
+        modules=modules,
         **way_options(f"{schedule}/{method}"),
         **options,
     )
@@ -257,14 +268,35 @@ def _graphed(
 @pytest.mark.parametrize(
     ("implementation", "schedule", "method", "modules"),
     [
-        ("transformer_engine", "1f1b", "vocab-2", None),
+        ("transformer_engine", "1f1b", "vocab-2", ""),
         pytest.param("transformer_engine", "interleaved", "vocab-2", "attn", marks=slow),
         pytest.param("local", "1f1b", "vocab-1", "attn", marks=slow),
-        pytest.param("local", "interlaced", "vocab-2", None, marks=slow),
+        pytest.param("local", "interlaced", "vocab-2", "", marks=slow),
     ],
 )
 def test_every_step_equals_plain_megatron_without_graphs(implementation, schedule, method, modules):
     assert_equal(_graphed(implementation, schedule, method, modules=modules), _trained(), 1e-6)
+
+
+SHARED_EXPERT = {"moe_shared_expert_intermediate_size": 64}
+
+
+@slow
+@pytest.mark.parametrize(
+    ("method", "modules", "options"),
+    [
+        ("vocab-2", "attn moe_router", {}),
+        ("vocab-1", "attn moe_router moe_preprocess", SHARED_EXPERT),
+        ("vocab-2", "moe_router", {"moe_layer_freq": "([0]+[1]*3)", **SHARED_EXPERT}),
+        ("none", "attn", {"moe_layer_freq": "([0]+[1]*3)"}),
+        ("vocab-2", "attn moe_router", {"mtp_num_layers": 1, "position_embedding_type": "rope"}),
+    ],
+)
+def test_pairs_replay_the_graphs_of_their_plans(method, modules, options):
+    options = {**ALL_TO_ALL, **options}
+    paired = _graphed("transformer_engine", "interleaved", method, modules=modules, **PAIRS, **options)
+    assert paired.pairs
+    assert_equal(paired, _trained(**options), 1e-6)
 
 
 @slow

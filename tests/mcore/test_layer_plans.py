@@ -9,6 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_vp.schedule import generate
+from megatron_vp.schedule.passes import PassKind
+
 NODES = {"pre_dispatch_computation": "comp", "moe_dispatch": "comm", "mlp": "comp", "moe_combine": "comm"}
 PAIR = [
     "combine.B@comm",
@@ -145,3 +148,45 @@ def test_the_last_backward_of_a_chunk_opens_gradient_synchronisation_in_a_pair_t
         model.forward_and_backward((0, 2, "input", None), (0, 1, "output", "gradient"))
     assert log == ["synchronised from here on", (0, 2, "input", None, "plan", "gradient", None)]
     assert not model._plans
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_graphs_of_layers_are_captured_in_the_order_in_which_plans_replay_them(weights):
+    """Chunks of one and of three layers, of which one has no graph."""
+    from megatron_vp.mcore.model.layer_plans import plan_of, run_plans
+    from megatron_vp.mcore.training.forward_backward import layer_order
+
+    graphed, replayed = [[True], [True, False, True]], []
+    schedule = generate("interleaved", 2, 4, vocab="vocab-2", chunks=2, overlapped=True)
+    for rank, passes in enumerate(schedule.ranks):
+        replayed.clear()
+        plans, pending = {}, {}
+
+        def planned(step, plans=plans):
+            plan = plan_of(Chunk([], graphed[step.chunk]), _leaf())
+            for layer, has_graph in enumerate(graphed[step.chunk]):
+                if has_graph:
+                    number = sum(map(sum, graphed[: step.chunk])) + sum(graphed[step.chunk][: layer + 1])
+                    node = plan.get_layer(layer).pre_dispatch_computation
+                    node.forward = _logged(node.forward, replayed, number)
+                    node.backward = _logged(node.backward, replayed, -number)
+                    node.backward_dw = _logged(node.backward_dw, replayed, -number - 0.5)
+            return plans.setdefault(step, plan)
+
+        for step in passes:
+            match schedule.partners.get((rank, step)), step.kind:
+                case None, PassKind.F:
+                    run_plans(planned(step))
+                case other, PassKind.F:
+                    pending[other] = planned(step)
+                case _, PassKind.B:
+                    before = plans.pop(step._replace(kind=PassKind.F))
+                    run_plans(pending.get(step), before, torch.ones(2))
+        assert pending and len(pending) < 8
+        order, where = layer_order(schedule, rank, graphed, weights)
+        assert order == [each for each in replayed if weights or each == int(each)]
+        assert where == [{1: [0, 0], 2: [1, 0], 3: [1, 1]}.get(each) for each in order]
+
+
+def _logged(run, log, number):
+    return lambda *given: (log.append(number), run(*given))[1]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, wraps
+from itertools import chain, count
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -30,7 +33,7 @@ from megatron_vp.runtime.progress import AGREEING
 from megatron_vp.schedule.instructions import Load, Program
 from megatron_vp.schedule.interlaced import expand_interlaced
 from megatron_vp.schedule.lowering import lower
-from megatron_vp.schedule.passes import PassKind, Schedule, VocabMethod
+from megatron_vp.schedule.passes import Pass, PassKind, Schedule, VocabMethod
 from megatron_vp.schedule.request import ScheduleRequest
 from megatron_vp.vocab.loss import TokenLoss
 
@@ -273,12 +276,9 @@ def graph_order(schedule: Schedule, rank: int) -> list[int]:
     The list does not name microbatches, so both the forwards and the backwards of a chunk must process microbatches in
     ascending order. Raises UserError if the schedule processes microbatches in another order.
     """
-    signs = {PassKind.F: 1, PassKind.B: -1, PassKind.BW: -1}
     order: list[int] = []
-    for step in schedule.ranks[rank]:
-        if step.kind not in signs:
-            continue
-        way = signs[step.kind] * (step.chunk + 1)
+    for step in _forwards_and_backwards(schedule, rank):
+        way = (1 if step.kind is PassKind.F else -1) * (step.chunk + 1)
         if step.microbatch != (reached := order.count(way)):
             raise UserError(
                 "--cuda-graph-impl transformer_engine needs the microbatches of each chunk in ascending order, but on "
@@ -287,6 +287,38 @@ def graph_order(schedule: Schedule, rank: int) -> list[int]:
             )
         order.append(way)
     return order
+
+
+def layer_order(
+    schedule: Schedule, rank: int, graphed: Sequence[Sequence[bool]], weights: bool
+) -> tuple[list[float], list[list[int] | None]]:
+    """Return the order of single layers, and of each forward its chunk and layer, in the form of Megatron's
+    `get_overlap_moe_expert_parallel_comm_order`: n stands for F of the n-th layer with a graph, -n for its backward,
+    -n - 0.5 for its weight gradients, if `weights`. `graphed[c]` says which layers of chunk c have graphs.
+
+    Megatron derives this order from its own schedule, where every backward before the last forward belongs to a pair.
+    """
+    numbers = count(1)
+    placed = [[(place, next(numbers)) for place, has in enumerate(chunk) if has] for chunk in graphed]
+    steps: list[tuple[tuple[int, float, int], float, list[int] | None]] = []
+    for time, step in enumerate(_forwards_and_backwards(schedule, rank)):
+        forward = step.kind is PassKind.F
+        # In a pair, the backward goes down its layers while the forward goes up, one layer each at a time.
+        start = time - (not forward and (rank, step) in schedule.partners)
+        for layer, (place, number) in enumerate(placed[step.chunk]):
+            if forward:
+                steps.append(((start, place, 0), number, [step.chunk, layer]))
+                continue
+            behind = len(graphed[step.chunk]) - 1 - place
+            steps.append(((start, behind, 1), -number, None))
+            if weights:  # The first layer's come behind the pair, see `Plan.run`.
+                steps.append(((start, behind if place else math.inf, 2), -number - 0.5, None))
+    steps.sort(key=itemgetter(0))
+    return [number for _, number, _ in steps], [where for _, _, where in steps]
+
+
+def _forwards_and_backwards(schedule: Schedule, rank: int) -> list[Pass]:
+    return [step for step in schedule.ranks[rank] if step.kind in (PassKind.F, PassKind.B, PassKind.BW)]
 
 
 def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,8 +336,20 @@ def in_our_order(original: Callable[..., Any]) -> Callable[..., Any]:
         built = _model(self.model, True)
         sizes = built.groups.cp.size(), self.seq_length, self.micro_batch_size
         _, schedule, _ = _planned(built, get_num_microbatches(), *sizes, gradients=True)
-        order = graph_order(schedule, built.pipeline.groups.rank)
-        with mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order):
+        rank = built.pipeline.groups.rank
+        order = graph_order(schedule, rank)
+
+        def by_layer(_order: Any, _layers: Any, weights: bool) -> Any:
+            graphed = []
+            for core, callables in zip(unwrap_model(self.model), self.callables_per_chunk, strict=True):
+                layers = chain(core.decoder.layers, core.mtp.layers if hasattr(core, "mtp") else ())
+                graphed.append([getattr(layer, "mtp_model_layer", layer) in callables for layer in layers])
+            return layer_order(schedule, rank, graphed, weights)
+
+        with (
+            mock.patch.object(cuda_graphs, "convert_schedule_table_to_order", lambda *_: order),
+            mock.patch.object(cuda_graphs, "get_overlap_moe_expert_parallel_comm_order", by_layer),
+        ):
             return original(self)
 
     return _get_cuda_graph_input_data
