@@ -155,6 +155,8 @@ def words_of(recipe: Any, options: dict[str, Any]) -> list[str]:
     said = {"moe_layer_freq": None}
     for part in filter(None, (recipe.ddp, recipe.optimizer, getattr(model, "transformer", None), model)):
         said |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+    if said.get("cuda_graph_impl") == "transformer_engine" and said.get("cuda_graph_scope"):  # its deprecated name
+        said["cuda_graph_modules"] = said["cuda_graph_scope"]
     words: list[str] = []
     for name, value in said.items():
         option = options.get(_CALLED_OTHERWISE.get(name, name))
