@@ -5,7 +5,6 @@ Each step samples responses with a whole model on each rank, scores them, and tr
 """
 
 import dataclasses
-import re
 import sys
 from functools import partial
 
@@ -26,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-VOCAB, PROMPT, SEQUENCE, GROUPS, SAMPLES, STEPS, STAGES, LAYERS = 64, 4, 16, 4, 16, 50, 2, 2
+VOCAB, PROMPT, SEQUENCE, GROUPS, SAMPLES, STEPS, STAGES = 64, 4, 16, 4, 16, 50, 2
 REQUEST = TokenRequest(temperature=0.8, entropy=True)
 
 dist.init_process_group("gloo")
@@ -35,7 +34,7 @@ model_parallel_cuda_manual_seed(1)
 torch.manual_seed(1)
 rank, positions = dist.get_rank(), torch.arange(SEQUENCE)[None]
 config = TransformerConfig(
-    num_layers=LAYERS,
+    num_layers=STAGES,
     hidden_size=32,
     num_attention_heads=4,
     attention_dropout=0,
@@ -61,26 +60,25 @@ with handle.plain_models():  # Stands for an inference engine.
 
 @torch.no_grad()
 def refit():
-    """Give the actor's weights, under their names in the whole model, to the engines of all ranks."""
-    held, first = [None] * STAGES, rank * LAYERS // STAGES
+    """Give the actor's weights to the engines of all ranks. Layer 0 of a stage is layer `rank` of the whole model."""
+    stages = [None] * STAGES
     with megatron_vp.whole_vocabulary(actor):
         weights = actor.module.named_parameters()
-        own = {
-            re.sub(r"layers\.(\d+)", lambda layer: f"layers.{int(layer[1]) + first}", name): w for name, w in weights
-        }
-        dist.all_gather_object(held, own)
+        dist.all_gather_object(stages, {name.replace("layers.0", f"layers.{rank}"): each for name, each in weights})
     for name, weight in engine.named_parameters():
-        weight.copy_(next(stage[name] for stage in held if name in stage))
+        weight.copy_(next(stage[name] for stage in stages if name in stage))
 
 
 @torch.no_grad()
-def sample(tokens):
-    """Continue each prompt by responses of the engine, and score them by their share of small token ids."""
+def sample():
+    """Draw prompts, continue them by responses of the engine, and score these by their share of small token ids."""
+    tokens = torch.randint(VOCAB, (GROUPS, 1, PROMPT)).expand(-1, SAMPLES, -1).flatten(0, 1)
     for end in range(PROMPT, SEQUENCE + 1):
         logits = engine(tokens, positions[:, :end], None)[:, -1] / REQUEST.temperature
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1)], 1)
     dist.broadcast(tokens, src=0)
-    return tokens, (tokens[:, PROMPT:] < VOCAB // 4).float().mean(1)
+    tokens = tokens.view(GROUPS, SAMPLES, -1)
+    return tokens, (tokens[..., PROMPT:] < VOCAB // 4).float().mean(-1)
 
 
 def policy_loss(advantages, old, output):
@@ -117,8 +115,7 @@ history = []
 for step in range(STEPS):
     if step == 0 or "--draw-once" not in sys.argv:
         refit()
-        tokens, rewards = sample(torch.randint(VOCAB, (GROUPS, 1, PROMPT)).expand(-1, SAMPLES, -1).flatten(0, 1))
-        tokens, rewards = tokens.view(GROUPS, SAMPLES, -1), rewards.view(GROUPS, SAMPLES)
+        tokens, rewards = sample()
         with torch.no_grad():
             old = call(tokens, rewards, [None] * GROUPS, forward_only=True) or [None] * GROUPS
     actor.zero_grad_buffer()
