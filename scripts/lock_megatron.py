@@ -45,6 +45,7 @@ _FORWARD = "self, input_ids, position_ids, attention_mask, labels, loss_mask"
 ANY = "any"
 """Stands for a call of a symbol that may be of any kind."""
 CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig"
+_OFFLOADS = "megatron.core.pipeline_parallel.fine_grained_activation_offload:PipelineOffloadManager"
 REACHED = {
     "megatron.core.models.gpt:GPTModel.forward": _FORWARD,
     "megatron.core.models.gpt:GPTModel._preprocess": ANY,
@@ -82,6 +83,10 @@ REACHED = {
         "self, result, rejection_func, message, tolerance, fatal"
     ),
     "megatron.core.timers:Timers": ANY,
+    **{
+        f"{_OFFLOADS}.{name}": ANY
+        for name in ("flush", "init_model_chunk_offload_handler", "pop_forward_chunk", "push")
+    },
     **{f"megatron.core.parallel_state:get_{group}_parallel_world_size": "" for group in ROLES["process_groups"]},
 }
 """Symbols that our sources reach through Megatron's objects, with a call."""

@@ -45,6 +45,7 @@ class RankModel:
     """The chunks of one model on this rank. All ranks of the model build and prepare their chunks in the same order.
 
     pipeline: this rank's `Pipeline`; None until all chunks are prepared.
+    module_offload: the `ModuleOffload` of its iterations; None until there is one.
     rows, shards: with --vocab-parallel, how the vocabulary is divided, and this rank's fields of `LayerShards`.
     whole, shown: the unsharded layers that the export view puts in place of the shards, and whether it is open.
     """
@@ -53,6 +54,7 @@ class RankModel:
         self.job, self.groups = current(), groups
         self.chunks: list[nn.Module] = []
         self.pipeline: Any = None
+        self.module_offload: Any = None
         self._prepared = 0
         self.rows: VocabShards | None = None
         self.shards: dict[str, Any] = {}

@@ -157,8 +157,8 @@ def run_iteration(job: SettledJob, words: Sequence[str]) -> list[str]:
     """Run an iteration of rank 0 and of the last rank of a job, whose words are `words`, on fake tensors. Returns a
     line if it could not be run. Raises UserError if the job is the reason.
     """
-    if job.arguments.num_experts:
-        return ["no iteration was run, because its shapes depend on routing"]
+    if job.arguments.num_experts or job.arguments.fine_grained_activation_offloading:
+        return ["no iteration was run, because fake tensors are neither routed to experts nor offloaded"]
     ranks, vocabulary = job.arguments.world_size, Prediction(job.given, job.words).vocabulary
     for rank in dict.fromkeys((0, ranks - 1)):
         own = [f"--rank={rank}", f"--ranks={ranks}", "--iterations=1", "--shapes-only"]

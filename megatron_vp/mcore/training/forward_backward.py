@@ -26,6 +26,7 @@ from megatron_vp.mcore.reports.watch import watch
 from megatron_vp.mcore.settled import is_plain
 from megatron_vp.mcore.training.loss_check import deferred_checks
 from megatron_vp.mcore.training.megatron_model import MegatronModel
+from megatron_vp.mcore.training.module_offload import offloading
 from megatron_vp.runtime.buffers import Shapes
 from megatron_vp.runtime.groups import from_all, pipeline_device
 from megatron_vp.runtime.iteration import LayerShards
@@ -97,9 +98,10 @@ def forward_backward(
     try:
         with pipeline.progress.schedule(begins=False):
             shards, shapes = _settled(built, megatron, schedule, shards, shapes)
-        in_flight = pipeline.run(
-            schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer
-        )
+        with offloading(built, schedule, gradients, observer) as observer:
+            in_flight = pipeline.run(
+                schedule, lowered[rank], megatron, shards, shapes, gradients=gradients, observer=observer
+            )
     finally:
         megatron.abandon()
     if watched:
