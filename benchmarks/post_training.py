@@ -34,12 +34,14 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 ONE, TWO = ({"vocab_parallel": True, "vocab_parallel_algorithm": f"vocab-{index}"} for index in (1, 2))
 SHARDS = {2: "24,16", 4: "8,16,0,16"}
 CASES = [
-    # Pipeline ranks, chunks of a rank, settings, factor of the entropies in the loss.
-    (2, 1, TWO, 0.0),
-    (2, 2, ONE | {"pipeline_schedule": "v-half"}, 0.5),
-    (2, 1, {"pipeline_schedule": "zb-h1"}, 0.5),
-    (4, 1, TWO | {"pipeline_schedule": "zb-h1"}, 0.0),
-    (4, 1, ONE, 0.5),
+    # Pipeline ranks, chunks of a rank, settings, factor of the entropies in the loss, context-parallel ranks.
+    (2, 1, TWO, 0.0, 1),
+    (2, 2, ONE | {"pipeline_schedule": "v-half"}, 0.5, 1),
+    (2, 1, {"pipeline_schedule": "zb-h1"}, 0.5, 1),
+    (4, 1, TWO | {"pipeline_schedule": "zb-h1"}, 0.0, 1),
+    (4, 1, ONE, 0.5, 1),
+    (2, 1, ONE | {"core_attention": "sdpa"}, 0.5, 2),
+    (2, 2, TWO | {"pipeline_schedule": "v-half", "core_attention": "sdpa"}, 0.0, 2),
 ]
 ABSENT = {
     "slime": "ray sglang psutil pybase64 httpx flash_attn",
@@ -85,9 +87,12 @@ def _anything(name: str) -> Any:
     return mock.MagicMock(name=name)
 
 
-def run(rank: int, world: int, package: str, folder: str, settings: dict | None, chunks: int, bonus: float) -> Any:
+def run(
+    rank: int, world: int, package: str, folder: str, settings: dict | None, chunks: int, bonus: float, context: int
+) -> Any:
     """Return the gradients of a training call by global name, the values of a forward-only call, and the reports."""
     sys.path[:0] = [folder, str(EXAMPLES)]
+    own_loop.start = partial(own_loop.start, context=context)
     import megatron_vp
     from megatron_vp.mcore import patch_table, patches
 
@@ -97,7 +102,7 @@ def run(rank: int, world: int, package: str, folder: str, settings: dict | None,
         elif package != "slime":
             megatron_vp.enable(**settings)
         sys.meta_path.insert(0, Absent(ABSENT[package]))
-        return globals()[package](world, chunks, settings, bonus)
+        return globals()[package](world // context, chunks, settings, bonus)
 
 
 def started(world: int, chunks: int, **options: Any) -> list[Any]:
@@ -155,7 +160,7 @@ def whole_logits(hidden: Any, weight: Any, labels: Any, temperature: float, _red
 
 def slime(world: int, chunks: int, settings: dict | None, bonus: float) -> Any:
     """slime's `forward_only` and `train_one_step`, on packs of different lengths."""
-    from slime.backends.megatron_utils import data, loss, model
+    from slime.backends.megatron_utils import cp_utils, data, loss, model
 
     no = (
         "allgather_cp use_dynamic_batch_size enable_mtp_training ci_test calculate_per_token_loss use_opsm use_tis "
@@ -188,7 +193,10 @@ def slime(world: int, chunks: int, settings: dict | None, bonus: float) -> Any:
         slime_tokens.SETTINGS = settings
         slime_tokens.init(args)
     parts = started(world, chunks, **VARIABLE)
-    old, reference, advantages = ([torch.randn(length) for length in RESPONSES] for _ in range(3))
+    old, reference, advantages = (
+        [cp_utils.slice_log_prob_with_cp(torch.randn(r), t, r) for t, r in zip(TOTALS, RESPONSES, strict=True)]
+        for _ in range(3)
+    )
     rollout = {
         "tokens": [torch.randint(VOCAB, (length,)) for length in TOTALS],
         "total_lengths": TOTALS,
@@ -321,30 +329,44 @@ def main() -> int:
     worst = 0.0
     for package, folder in folders.items():
         plain: dict[Any, Any] = {}
-        for ranks, chunks, settings, bonus in CASES:
+        for ranks, chunks, settings, bonus, context in CASES:
             if package == "megatron_rl" and chunks > 1:  # Megatron-RL takes every chunk of the last rank for the last.
                 continue
-            if (ranks, bonus) not in plain:
-                plain[ranks, bonus] = token_loop.merged(run_ranks(ranks, run, package, folder, None, 1, bonus))
+            if context > 1 and package != "slime":
+                continue
+            case = ranks, bonus, context
+            if case not in plain:
+                plain[case] = merged(package, folder, None, ranks, 1, bonus, context)
             if "vocab_parallel" in settings:
                 settings |= {"vocab_shards": SHARDS[ranks]}
-            ours = token_loop.merged(run_ranks(ranks, run, package, folder, settings, chunks, bonus))
-            whole, told = plain[ranks, bonus]
-            found = {
-                "values": max(starmap(apart, zip(ours[1][0], told[0], strict=True))),
-                "reports": apart(np.array(ours[1][1]), np.array(told[1])),
-                "gradients": max(apart(value, whole[name]) for name, value in ours[0].items()),
-            }
+            found: dict[str, float] = {}
+            for ours, whole in zip(
+                merged(package, folder, settings, ranks, chunks, bonus, context), plain[case], strict=True
+            ):
+                for name, distances in (
+                    ("values", starmap(apart, zip(ours[1][0], whole[1][0], strict=True))),
+                    ("reports", [apart(np.array(ours[1][1]), np.array(whole[1][1]))]),
+                    ("gradients", (apart(value, whole[0][name]) for name, value in ours[0].items())),
+                ):
+                    found[name] = max(found.get(name, 0.0), *distances)
             worst = max(worst, *found.values())
-            print(
-                package, f"p {ranks}", settings, *(f"{name} {value:.1e}" for name, value in found.items()), flush=True
-            )
+            told = (f"{name} {value:.1e}" for name, value in found.items())
+            print(package, f"p {ranks}", *[f"c {context}"] * (context > 1), settings, *told, flush=True)
     return int(worst > BOUND)
+
+
+def merged(
+    package: str, folder: str, settings: dict | None, ranks: int, chunks: int, bonus: float, context: int
+) -> list[Any]:
+    """Return what `run` found on the pipeline ranks of each context-parallel rank."""
+    found = run_ranks(ranks * context, run, package, folder, settings, chunks, bonus, context)
+    return [token_loop.merged(found[part::context]) for part in range(context)]
 
 
 def apart(ours: Any, expected: Any) -> float:
     """Return the largest difference, relative to the largest value."""
-    return float(np.abs(ours - expected).max() / max(np.abs(expected).max(), 1e-30))
+    largest = np.abs(expected).max(initial=1e-30)  # A context-parallel rank may have no token of a response.
+    return float(np.abs(ours - expected).max(initial=0) / largest)
 
 
 if __name__ == "__main__":
