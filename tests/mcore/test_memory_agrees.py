@@ -68,7 +68,7 @@ def slow(*values):
 @pytest.mark.parametrize(
     ("config", "flags", "pipeline_rank"),
     [
-        (CONFIG, SMALL, 0),
+        slow(CONFIG, SMALL, 0),
         (CONFIG, [*SMALL, *SEQUENCE_PARALLEL, *V_HALF, "--vocab-parallel"], 3),
         ("configs/gemma2_9b.yaml", [*SMALL, *GEMMA], 3),
         slow(CONFIG, MANY_ROWS, 3),

@@ -44,7 +44,7 @@ def laid_out(layout: str) -> dict[str, object]:
 
 # MTP layers before the last stage; without an algorithm, the vocabulary layers are Megatron's own.
 CASES += [
-    (4, "1f1b", "vocab-2", 1, TIED, laid_out("Ett|tt|m|L")),
+    pytest.param(4, "1f1b", "vocab-2", 1, TIED, laid_out("Ett|tt|m|L"), marks=slow),
     (3, "1f1b", None, 1, TIED, laid_out("Ettt|tttm|L")),
     pytest.param(4, "zb-h1", None, 2, TIED, laid_out("Ett|tt|mm|L"), marks=slow),
     pytest.param(4, "1f1b", "vocab-2", 1, {}, laid_out("Ett|t|tm|L"), marks=slow),
