@@ -27,6 +27,7 @@ def train_and_die_in_a_save(rank, _world_size, arguments, faulty_rank):
     script.prepare()
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
     from megatron.training import checkpointing, get_args
+    from megatron.training.async_utils import maybe_finalize_async_save
 
     def second_save():
         return rank == faulty_rank and get_args().curr_iteration == 3
@@ -34,6 +35,8 @@ def train_and_die_in_a_save(rank, _world_size, arguments, faulty_rank):
     schedule, write = checkpointing.schedule_async_save, FileSystemWriterAsync.write_preloaded_data_multithread
 
     def schedule_and_die(request):
+        if get_args().curr_iteration == 3:  # The first save ends first, however slowly its process has started.
+            maybe_finalize_async_save(blocking=True)
         schedule(request)
         if second_save():
             die()

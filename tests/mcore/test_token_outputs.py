@@ -65,7 +65,8 @@ def _compare(settings, requests, ranks, chunks, tied, tensor, inside, **options)
         for name, value in found.items():
             # With tensor parallelism, layers are compared only if they are whole.
             if tensor == 1 or value.shape == expected[name].shape:
-                others = tensor > 1 or inside == "packed"  # Sums have other orders.
+                # Sums have other orders. A tied weight makes the most of it: 1.03e-6 in one norm.
+                others = tensor > 1 or inside == "packed" or tied
                 bound = BOUND * (1 + others) * np.abs(expected[name]).max()
                 assert np.abs(value - expected[name]).max() <= bound, name
 
