@@ -99,15 +99,15 @@ def _cell(run: dict[str, Any] | None) -> str:
     if run is None:
         return "-"
     sizes = "x".join(str(run[name]) for name in ("tensor", "context", "pipeline", "expert"))
-    numbers = f"{run['iteration_seconds']:.4g} s, {run['peak_memory_bytes'] / GIB:.1f} GiB"
+    numbers = f"{run['iteration_seconds']:.4g}, {run['peak_memory_bytes'] / GIB:.1f}"
     return f"{run['schedule']} {run['method']} {sizes}{', recomputed' * (run['recompute'] != 'none')}: {numbers}"
 
 
 def to_markdown(found: Sequence[dict[str, Any]]) -> str:
     """The rows as a table."""
-    lines = ["| job | best without | best with | speed-up |", "|---" * 4 + "|"]
+    lines = ["| job, GPUs, GiB | best without: s, GiB | best with: s, GiB | speed-up |", "|---" * 4 + "|"]
     for row in found:
-        job = f"{row['model']}, {row['gpus']} {row['hardware'].upper()}, {row['limit_gib']:.0f} GiB"
+        job = f"{row['model']}, {row['gpus']} {row['hardware'].upper()}, {row['limit_gib']:.0f}"
         speedup = "-" if row["speedup"] is None else f"{row['speedup']:.3f}"
         gain = speedup + f", {row['answer']}" * (row["answer"] != "faster")
         lines.append(f"| {job} | {_cell(row['without'])} | {_cell(row['with'])} | {gain} |")

@@ -179,7 +179,7 @@ def reason(answer: str) -> str:
 
 
 def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
-    """Tables of how many jobs of each group are accepted, and why the others are not."""
+    """Tables of how many jobs of each group are accepted, and why our own schedules refuse others."""
     lines = [
         f"{source}:",
         "",
@@ -199,11 +199,9 @@ def tables(source: str, answers: Mapping[Job, tuple[str | None, ...]]) -> str:
     totals = counts.pop("**all**")
     for group, count in [*counts.items(), ("**all**", totals)]:
         lines.append(f"| {group} | {' | '.join(str(count[key]) for key in ('jobs', 'plain', *OURS))} |")
-    for place, way in enumerate(("plain Megatron", "own schedule")):
-        refused = [said[place] for said in answers.values() if len(said) > place and said[place] is not None]
-        by_reason = Counter(reason(answer) for answer in refused)
-        lines += ["", f"| refused, {way} | jobs |", "|---|---|"]
-        lines += [f"| {re.sub(r'--[\w-]+', r'`\g<0>`', why)} | {count} |" for why, count in by_reason.most_common()]
+    refused = Counter(reason(said[1]) for said in answers.values() if len(said) > 1 and said[1] is not None)
+    lines += ["", "| refused, own schedule | jobs |", "|---|---|"]
+    lines += [f"| {re.sub(r'--[\w-]+', r'`\g<0>`', why)} | {count} |" for why, count in refused.most_common()]
     return "\n".join(lines)
 
 
