@@ -71,7 +71,7 @@ def _with_numbers(rank, world_size, job_rank, flags):
     ("job_rank", "flags"),
     [
         pytest.param(3, ["--num-layers", "8", "--pipeline-schedule", "v-half"], marks=pytest.mark.slow),
-        (1, ["--bf16", "--vocab-parallel", "--vocab-shards", "even", "--core-attention", "sdpa"]),
+        (1, ["--cpu", "--bf16", "--vocab-parallel", "--vocab-shards", "even", "--core-attention", "sdpa"]),
         pytest.param(3, ["--bf16", "--mtp-num-layers", "1", "--vocab-parallel"], marks=pytest.mark.slow),
     ],
 )

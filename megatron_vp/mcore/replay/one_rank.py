@@ -121,7 +121,7 @@ def run_alone(
     played, microbatches = _microbatches(job, each, growing)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # Nothing connects to this address.
-    left_out = {*ROLES["data"], *ROLES["not_replayed"], "step_batch_size_schedule"}
+    left_out = {*ROLES["data"], *ROLES["not_replayed"], "step_batch_size_schedule", "cpu"}
     left_out |= set(ROLES["not_replayed_on_shapes"] if engine else ())
     alone = {name: value for name, value in job.items() if name not in left_out}
     alone |= dict.fromkeys(("train_iters", "eval_interval", "log_interval"), iterations + 1)
@@ -142,7 +142,7 @@ def run_alone(
         if shapes_only:
             inside.enter_context(silent())
             inside.enter_context(fake_tensors(engine))
-        run_script(script, ["--config", str(kept), *(["--cpu"] if shapes_only else [])])
+        run_script(script, ["--config", str(kept), *(["--cpu"] if shapes_only or job.get("cpu") else [])])
         if not report.exists():
             raise UserError(
                 "the replayed rank wrote no report: run `megatron-vp patches` to check that every patch fits Megatron"
