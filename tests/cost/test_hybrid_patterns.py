@@ -57,12 +57,7 @@ def hybrid(job: Job) -> Job:
     [
         JOB,
         replace(JOB, layers=LayerKind.LOCAL, attention_dropout=True, tensor=2, sequence_parallel=True),
-        # Graphs, because the launches of a layer hide behind its own kernels, and a letter has fewer.
-        replace(
-            replace(JOB, model=EXPERTS, data=4, expert=4, distributed_optimizer=True),
-            glu_intermediates=2,
-            graphs="full_iteration",
-        ),
+        replace(JOB, model=EXPERTS, data=4, expert=4, distributed_optimizer=True, glu_intermediates=2),
         replace(JOB, fp8=Fp8Recipe.TENSORWISE, bf16_at_start=1, bf16_at_end=1),
         replace(JOB, model=replace(MODEL, query_key_norms=True, rotary=True), layers=LayerKind.LOCAL_SDPA),
     ],

@@ -142,9 +142,7 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
     """
     held = stage_layers(times.job, layers)
     gap, stages = times.gap, []
-    by_kind = {kind: times.layer(kind) for kind in set().union(*held)}
-    for counts in held:
-        F, B, W = (sum(count * by_kind[kind][place] for kind, count in counts.items()) for place in range(3))
+    for F, B, W in map(times.layers, held):
         stages.append(Split(F + gap, B + gap, W + split_backward * gap))
     if vocab is VocabMethod.NONE:
         model, embedding = times.job.model, times.whole_embedding()

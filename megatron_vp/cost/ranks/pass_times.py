@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,8 +131,20 @@ class PassTimes(CommunicationModel):
             moved, back = moved + once + self.exposed_keys(once), back + twice + 2 * self.exposed_keys(twice / 2)
         return Split(product + moved + wait, product + back + wait, product + added)
 
+    def layers(self, counts: Mapping[str, int]) -> Split:
+        """Seconds of layers in one pass, given how many there are of each kind: of their kernels, or of the host, which
+        launches them.
+        """
+        each = [(count, (*self.kernels(kind), *self.launches(kind))) for kind, count in counts.items()]
+        F, B, W, forward, backward = (sum(count * times[place] for count, times in each) for place in range(5))
+        return Split(max(F, forward), max(B, backward - W), W)
+
     def layer(self, kind: str = "t") -> Split:
-        """Seconds of one layer."""
+        """Seconds of a pass with one layer."""
+        return self.layers({kind: 1})
+
+    def kernels(self, kind: str) -> Split:
+        """Seconds of a layer's kernels, and of the communication that they wait for."""
         job, found = self.job, operations(self.job, kind)
         times = [(op, self.operation(op)) for op in found]
         forward, backward, weight = (sum(each[place] for _, each in times) for place in range(3))
@@ -144,19 +156,18 @@ class PassTimes(CommunicationModel):
             weights = self.memory_time(each * fp8_weights(job, kind))
         if job.recompute is Recompute.FULL:
             again += fitted + weights
-        took = Split(forward + fitted + weights, backward + 2 * fitted + again, weight)
-        launches = self.launches(found)
-        return Split(max(took.F, launches.F), max(took.B, launches.B - took.W), took.W)
+        return Split(forward + fitted + weights, backward + 2 * fitted + again, weight)
 
-    def launches(self, found: tuple[Op, ...]) -> Split:
-        """Seconds in which the host launches the kernels of a layer; B: of its whole backward. They are counted only
-        with experts, whose kernels are small and many. A pass takes at least as long.
+    def launches(self, kind: str) -> tuple[float, float]:
+        """Seconds in which the host launches the kernels of a layer's forward and of its whole backward. They are
+        counted only with experts, whose kernels are small and many.
         """
+        found = operations(self.job, kind)
         if not self.counted or self.job.graphs == "full_iteration" or all(op.name != "router" for op in found):
-            return Split(0.0, 0.0, 0.0)
+            return 0.0, 0.0
         once = self.hardware.rates.launches if self.hardware.rates else 0.0
         again = sum(op.again(self.job) for op in found) / len(found)
-        return Split(once, (2 + again) * once, 0.0)
+        return once, (2 + again) * once
 
     def fitted_bytes(self, found: Iterable[Op]) -> float:
         """Bytes that a layer's forward moves outside matrix products in addition to those of its operations.
