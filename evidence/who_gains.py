@@ -4,7 +4,7 @@
 
 Each model trains in 16 bits on a usual number of GPUs and with a usual global batch. `megatron-vp plan --search` varies
 all parallel sizes, the micro-batch size and recomputation for both sides, within the GPU's memory and within half of
-it.
+it, with a budget of 60 simulations.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ CASES = (
 )
 
 
-def rows(cases: Sequence[Case], budget: int | None = None) -> Iterator[dict[str, Any]]:
+def rows(cases: Sequence[Case], budget: int = 60) -> Iterator[dict[str, Any]]:
     """Yield a row of the table for every case and memory limit within which the model can train.
 
     budget: as `--search-budget` of `plan`.
