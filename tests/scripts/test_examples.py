@@ -95,7 +95,7 @@ def test_every_command_has_an_example_of_what_it_prints():
     assert all(f"  {line}\n" in said for line in examples.path_of("paper jobs").read_text("utf-8").splitlines())
 
 
-SAME = ("plan", "simulate", "data", "flags", "tables")
+SAME = ("plan", "simulate", "data", "flags", "sbatch", "tables")
 """Further commands whose example is the same on every machine."""
 
 

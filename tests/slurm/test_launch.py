@@ -255,9 +255,11 @@ def test_killed_and_stopped_runs_go_on_with_the_same_losses(cluster, undisturbed
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     state = cluster.wait(job, 600)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "2"), cluster.output(job)
-    starts = re.findall(r"(?:starts at|continues from) iteration (\d+)", cluster.output(job))
-    assert starts[:2] == ["0", "40"]
-    assert 50 <= int(starts[2]) < 80, "the signal's own checkpoint, not one of the interval"
+    texts = ["".join(logs(cluster, job, attempt)) for attempt in range(3)]
+    loaded = [re.findall(r"successfully loaded checkpoint .* at iteration (\d+)", text) for text in texts]
+    assert loaded[:2] == [[], ["40"]]
+    (resumed,) = loaded[2]
+    assert 50 <= int(resumed) < 80, "the signal's own checkpoint, not one of the interval"
     assert _losses(cluster.work / "stopped" / "tensorboard") == undisturbed
 
 
