@@ -10,9 +10,10 @@ from megatron_vp.cost.hardware.gpus import HARDWARE
 from megatron_vp.cost.layers.job_plan import settings_of
 from megatron_vp.cost.layers.job_sizes import job_of
 from megatron_vp.cost.layers.shapes import Plan
+from megatron_vp.cost.planning import samples
 from megatron_vp.cost.planning.bounds import bound
 from megatron_vp.cost.planning.candidates import refusal
-from megatron_vp.cost.planning.predict import predict
+from megatron_vp.cost.planning.predict import evaluate, predict
 from megatron_vp.cost.ranks.communication import CONTENTION
 from megatron_vp.schedule import VocabMethod
 from tests.cost.test_expert_layers import DEEPSEEK_V3
@@ -42,6 +43,17 @@ def test_a_prediction_takes_what_pairs_save_from_the_pairs_of_the_schedule(plan)
     assert paired.iteration_seconds < alone.iteration_seconds - 0.6 * min(saved)
     assert paired.iteration_seconds >= bound(plan, JOB, H100).seconds
     assert paired.seconds["work"] < alone.seconds["work"]
+
+
+@pytest.mark.parametrize("plan", PAIRED_PLANS, ids=lambda plan: plan.name)
+def test_a_simulation_that_is_cut_short_comes_to_the_same(plan, monkeypatch):
+    job = replace(JOB, microbatches=96)
+    whole = predict(job, plan, H100)
+    monkeypatch.setattr(samples, "SAMPLED", 0)
+    short = evaluate(plan, job, H100)
+    assert short.timeline.schedule.microbatches < job.microbatches
+    assert short.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=2e-3)
+    assert short.busy == pytest.approx(whole.busy, rel=2e-3)
 
 
 @pytest.mark.parametrize(("slower", "most"), [(1, (1 - CONTENTION) / 2), (100, 0.02)])

@@ -14,7 +14,7 @@ from megatron_vp.cost.hardware.constants import ERROR_BAND
 from megatron_vp.cost.hardware.gpus import Hardware
 from megatron_vp.cost.layers.flops import model_flops
 from megatron_vp.cost.layers.shapes import Job, Plan
-from megatron_vp.cost.planning.samples import extended, sampled
+from megatron_vp.cost.planning.samples import added_busy, extended, sampled
 from megatron_vp.cost.planning.stage_costs import (
     copy_seconds,
     layers_of,
@@ -109,7 +109,8 @@ class Prediction:
     def busy(self) -> tuple[float, ...]:
         """Time for which each rank computes."""
         timeline = self.timeline
-        return tuple(each * self.job.microbatches / timeline.schedule.microbatches for each in timeline.busy)
+        more = self.job.microbatches - timeline.schedule.microbatches
+        return tuple(own + more * each for own, each in zip(timeline.busy, added_busy(timeline), strict=True))
 
     @property
     def bubble_fraction(self) -> float:

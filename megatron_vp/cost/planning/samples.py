@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from megatron_vp.cost.layers.shapes import Job
-from megatron_vp.schedule import PassKind, Timeline
+from megatron_vp.schedule import PassKind, StageCosts, Timeline
 
 SAMPLED, SAMPLED_PER_RANK = 512, 6
 """A simulation of p ranks has SAMPLED / p or SAMPLED_PER_RANK * p microbatches, whichever is larger. With these values,
@@ -40,9 +40,23 @@ def extended(timeline: Timeline, microbatches: int) -> float:
     simulated = timeline.schedule.microbatches
     if microbatches == simulated:
         return timeline.makespan
-    # The steady state's time does not include weight gradients that are delayed until the cool-down; `busy` does.
-    each = max(_steady_seconds(timeline), max(timeline.busy) / simulated)
+    # The steady state's time does not include weight gradients that are delayed until the cool-down; `added_busy` does.
+    each = max(_steady_seconds(timeline), *added_busy(timeline))
     return timeline.makespan + (microbatches - simulated) * each
+
+
+def added_busy(timeline: Timeline) -> list[float]:
+    """Seconds for which each rank computes per additional microbatch. In the steady state, all passes of a schedule
+    with pairs run in pairs, but not while the pipeline fills and drains.
+    """
+    schedule, costs, added = timeline.schedule, timeline.costs, list[float]()
+    for rank, busy in enumerate(timeline.busy):
+        always = 0.0
+        if schedule.pairs and isinstance(costs, StageCosts) and costs.hidden:
+            busy += sum(costs.saved(schedule, rank, *pair) for pair in schedule.pairs[rank])
+            always = sum(sum(costs.hidden[stage]) for stage in schedule.placement.stage_of[rank])
+        added.append(busy / schedule.microbatches - always)
+    return added
 
 
 def _steady_seconds(timeline: Timeline) -> float:
