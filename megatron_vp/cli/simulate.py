@@ -56,6 +56,7 @@ def simulate(
     megatron-vp simulate configs/llama3_8b.yaml --nodes 4 --vocab-parallel --pipeline-schedule v-half
     """
     from megatron_vp.cost.layers.job_plan import plan_of
+    from megatron_vp.cost.planning.candidates import refusal
     from megatron_vp.cost.planning.offloading import check_offload
     from megatron_vp.cost.planning.own_plan import own_plan
     from megatron_vp.cost.planning.predict import forward_only_seconds, predict
@@ -67,6 +68,8 @@ def simulate(
     whole, config = request.job, request.config
     _refuse_endless(whole, plan_of(config))
     plan = own_plan(config, whole, request.hardware, request.limit)
+    if reason := refusal(config, plan):
+        raise UserError(reason)
     with gc_paused():
         found = predict(whole, plan, request.hardware)
         if plan.offload_chunks:

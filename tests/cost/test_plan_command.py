@@ -383,6 +383,7 @@ def test_the_suffix_of_a_file_says_the_format(small, tmp_path, monkeypatch, eval
         (["--pipeline-schedule", "1f1b", "--vocab-parallel", "--num-virtual-stages-per-pipeline-rank=2"], "1f1b"),
         (["--pipeline-schedule", "v-half-ish"], "unknown schedule 'v-half-ish'"),
         (["--num-layers", "100000000"], "--num-layers 100000000 is not a whole number from 1 to 10000"),
+        (["--vocab-parallel", "--moe-paged-stash", "--moe-expert-rank-capacity-factor=2"], "--moe-paged-stash"),
         (["--vocab-parallel", "maybe"], "'maybe' is not a flag or a flag's value"),
         (["--data-parallel-size", "8"], "unrecognized arguments: --data-parallel-size"),
         (["--train-iters", "1e3"], "argument --train-iters: invalid int value: '1e3'"),
