@@ -363,9 +363,9 @@ def main() -> int:
         print(table := by_family(predicted), simulated_tables(predicted), sep="\n\n")
         if given.write:
             said = (
-                f"Recipes for H100 and B200, Megatron-Bridge {__version__}. Plain time over a run's, mean (least), "
-                "then mean GiB: with `--vocab-parallel` alone (*split*), and of the runs that `plan` finds at the "
-                "recipe's sizes the fastest (*best*) and the *smallest* that takes at most 1 % more time:"
+                f"Recipes for H100 and B200, Megatron-Bridge {__version__}: plain time over a run's, mean (least), "
+                "then mean GiB. *Split*: `--vocab-parallel` alone; *best* and *smallest*: `plan`'s fastest run with "
+                "the recipe's sizes, and its smallest within 1 % of the recipe's time:"
             )
             nvidia_jobs.write("predicted", f"{said}\n\n{table}")
         return 0
