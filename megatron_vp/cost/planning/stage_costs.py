@@ -142,7 +142,7 @@ def stage_times(times: PassTimes, vocab: VocabMethod, layers: tuple[int, ...], s
     """
     held = stage_layers(times.job, layers)
     gap, stages = times.gap, []
-    for F, B, W in map(times.layers, held):
+    for F, B, W in times.layers(held):
         stages.append(Split(F + gap, B + gap, W + split_backward * gap))
     if vocab is VocabMethod.NONE:
         model, embedding = times.job.model, times.whole_embedding()

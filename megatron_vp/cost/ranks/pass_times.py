@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,17 +131,22 @@ class PassTimes(CommunicationModel):
             moved, back = moved + once + self.exposed_keys(once), back + twice + 2 * self.exposed_keys(twice / 2)
         return Split(product + moved + wait, product + back + wait, product + added)
 
-    def layers(self, counts: Mapping[str, int]) -> Split:
-        """Seconds of layers in one pass, given how many there are of each kind: of their kernels, or of the host, which
-        launches them.
+    def layers(self, stages: Sequence[Mapping[str, int]]) -> list[Split]:
+        """Seconds of each stage's layers, given how many there are of each kind: of their kernels, or of the host,
+        which launches them.
         """
-        each = [(count, (*self.kernels(kind), *self.launches(kind))) for kind, count in counts.items()]
-        F, B, W, forward, backward = (sum(count * times[place] for count, times in each) for place in range(5))
-        return Split(max(F, forward), max(B, backward - W), W)
+        by_kind = {kind: (*self.kernels(kind), *self.launches(kind)) for kind in set[str]().union(*stages)}
+        taken = []
+        for counts in stages:
+            F, B, W, forward, backward = (
+                sum(count * by_kind[kind][place] for kind, count in counts.items()) for place in range(5)
+            )
+            taken.append(Split(max(F, forward), max(B, backward - W), W))
+        return taken
 
     def layer(self, kind: str = "t") -> Split:
-        """Seconds of a pass with one layer."""
-        return self.layers({kind: 1})
+        """Seconds of a stage with one layer."""
+        return self.layers([{kind: 1}])[0]
 
     def kernels(self, kind: str) -> Split:
         """Seconds of a layer's kernels, and of the communication that they wait for."""
